@@ -43,13 +43,6 @@ def test_what_the_device_holds_leaves_first_the_most_recent_head_first() -> None
     assert store(manager, "uv") == "ef"
 
 
-def test_without_a_note_the_policy_decides() -> None:
-    """The control of the test above."""
-    manager = make(6)
-    store(manager, "abcdef")
-    assert store(manager, "x") == "f"
-
-
 def test_what_has_left_the_device_is_no_duplicate() -> None:
     manager = make(4)
     store(manager, "abcd")
@@ -57,16 +50,6 @@ def test_what_has_left_the_device_is_no_duplicate() -> None:
     manager.note_device(left=keys("a"))
     assert store(manager, "x") == "b"
     assert store(manager, "y") == "d"
-
-
-def test_a_block_that_is_read_stays() -> None:
-    manager = make(4)
-    store(manager, "abcd")
-    manager.note_device(held=keys("ab"))
-    lease = manager.prepare_load(keys("a"))
-    assert store(manager, "xy") == "bd"
-    manager.complete_load(lease)
-    assert store(manager, "z") == "a"
 
 
 def test_a_block_that_hints_drop_and_the_device_holds_makes_room_once() -> None:
@@ -77,34 +60,6 @@ def test_a_block_that_hints_drop_and_the_device_holds_makes_room_once() -> None:
     manager.end_chain(keys("a"), keys("a"), dropping)
     manager.note_device(held=keys("abcd"))
     assert store(manager, "xy") == "ab"
-
-
-def test_a_block_that_was_dropped_takes_nothing_with_it() -> None:
-    manager = make(4)
-    store(manager, "abcd")
-    manager.note_device(held=keys("ab"))
-    manager.drop(keys("a"))
-    assert store(manager, "xy") == "b"
-
-
-def test_a_reset_forgets_what_the_device_holds() -> None:
-    manager = make(3)
-    store(manager, "abc")
-    manager.note_device(held=keys("a"))
-    manager.reset()
-    store(manager, "abc")
-    assert store(manager, "x") == "c"
-
-
-def test_a_block_that_hints_name_too_leaves_once() -> None:
-    manager = make(4)
-    context = ReqContext("r", hints=Hints(2, drop=True))
-    manager.touch(keys("abcd"), context)
-    store(manager, "abcd")
-    manager.end_chain(keys("abcd"), keys("abcd"), context)
-    manager.note_device(held=keys("abcd"))
-    assert sorted(store(manager, "xy")) in (list("cd"), list("ab"))
-    assert len(store(manager, "zu")) == 2
 
 
 @pytest.mark.parametrize("uses", [1, 2])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import pytest
@@ -68,15 +67,6 @@ def test_the_blocks_of_a_session_that_has_ended_leave_first_tail_first() -> None
     assert cache.num_early == 3
 
 
-def test_without_hints_the_oldest_leave_first() -> None:
-    """The control of the tests here."""
-    cache = Cache(6)
-    cache.request("abc")
-    cache.request("def")
-    assert cache.request("xy") == "cb"
-    assert cache.num_early == 0
-
-
 def test_blocks_of_earlier_turns_belong_to_the_session() -> None:
     cache = Cache(6)
     cache.request("ab", Hints(A))
@@ -95,20 +85,6 @@ def test_what_others_have_used_is_shared_and_stays(other: Hints | None) -> None:
     leaves = cache.request("uvwz")
     assert set("ab").isdisjoint(leaves[:3])
     assert {"c", "d"} < set(leaves[:3])
-
-
-def test_what_others_have_used_while_the_request_ran_is_shared() -> None:
-    cache = Cache(6)
-    context = cache.context(DROP_A)
-    manager, chain = cache.manager, keys("abc")
-    cache.request("x")
-    manager.touch(chain, context)
-    output = manager.prepare_store(chain, context)
-    assert output is not None
-    manager.complete_store(output.store_spec)
-    manager.touch(keys("ab"), cache.context(None))
-    manager.end_chain(chain, chain, context)
-    assert cache.request("uvwz") == "cx"
 
 
 def test_the_next_request_of_the_session_ends_the_wait() -> None:
@@ -133,66 +109,6 @@ def test_without_a_session_a_request_drops_what_it_has_stored() -> None:
     assert cache.request("uv") == "c"
 
 
-def test_of_sessions_that_have_ended_the_first_leaves_first() -> None:
-    cache = Cache(6)
-    cache.request("ab", DROP_A)
-    cache.request("cd", DROP_B)
-    cache.request("xy", Hints(C, expect_return_s=1e9))
-    assert cache.request("uvw") == "bad", "when a session returns has no effect"
-    assert cache.num_early == 3
-
-
-def test_pinned_blocks_are_passed_over() -> None:
-    cache = Cache(4)
-    cache.request("ab", DROP_A)
-    cache.request("cd")
-    lease = cache.manager.prepare_load(keys("b"))
-    assert cache.request("uv") == "ad"
-    cache.manager.complete_load(lease)
-    cache.manager.check_integrity()
-
-
-@pytest.mark.parametrize("leave", ["drop", "reset"])
-def test_blocks_that_have_gone_otherwise_are_not_taken(leave: str) -> None:
-    cache = Cache(4)
-    cache.request("abcd", DROP_A)
-    if leave == "drop":
-        cache.manager.drop(keys("cd"))
-        assert cache.request("xy") == ""
-        assert cache.request("uv") == "ba"
-    else:
-        cache.manager.reset()
-        assert cache.request("wxyz") == ""
-        assert cache.request("uv") == "zy"
-        assert cache.num_early == 0
-
-
-def test_a_store_that_fails_leaves_nothing_to_take() -> None:
-    cache = Cache(4)
-    cache.request("ab")
-    context, chain = cache.context(DROP_A), keys("cd")
-    cache.manager.touch(chain, context)
-    output = cache.manager.prepare_store(chain, context)
-    assert output is not None
-    cache.manager.end_chain(chain, chain, context)
-    cache.manager.complete_store(output.store_spec, success=False)
-    assert cache.request("xy") == ""
-    assert cache.request("uv") == "ba"
-    assert cache.num_early == 0
-
-
-def test_new_blocks_in_the_slots_of_old_ones_are_not_taken() -> None:
-    cache = Cache(4)
-    cache.request("ab", DROP_A)
-    cache.request("cd")
-    lease = cache.manager.prepare_load(keys("ab"))
-    cache.manager.drop(keys("ab"))
-    cache.manager.complete_load(lease)
-    assert cache.request("wx") == ""
-    assert cache.request("uv") == "dc"
-    assert cache.num_early == 0
-
-
 # Bounds.
 
 
@@ -209,16 +125,6 @@ def test_the_number_of_sessions_that_have_ended_is_bounded(monkeypatch: pytest.M
         cache.manager.check_integrity()
 
 
-def test_no_more_blocks_are_dropped_than_there_are() -> None:
-    """The slots of a chain may hold other blocks by then, which are dropped themselves."""
-    cache = Cache(4)
-    for session in range(A, A + 50):
-        cache.request("abcd"[session % 2 :], None)
-        chain = [bytes([session]) * 36, bytes([session]) * 35 + b"x"]
-        cache.run(chain, Hints(session, drop=True))
-        assert cache.hints.num_dropped <= 4
-
-
 def test_one_eviction_looks_at_few_blocks_and_the_next_continues(monkeypatch: pytest.MonkeyPatch) -> None:
     """All but one of the dropped blocks are shared by then."""
     monkeypatch.setattr(hints_module, "MIN_SCAN", 4)
@@ -231,21 +137,6 @@ def test_one_eviction_looks_at_few_blocks_and_the_next_continues(monkeypatch: py
     evicted = "".join(cache.request(name) for name in "123456")
     assert evicted == "zyxwbv"
     assert cache.num_early == 1
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("num_dropped", 99, "number of dropped blocks is wrong"),
-        ("_of_tenant", {}, "not known of its tenant"),
-    ],
-)
-def test_the_check_finds_what_is_wrong(field: str, value: Any, message: str) -> None:
-    cache = Cache(6)
-    cache.request("abc", DROP_A)
-    setattr(cache.hints, field, value)
-    with pytest.raises(IntegrityError, match=message):
-        cache.manager.check_integrity()
 
 
 def test_a_block_that_must_stay_is_never_evicted_whatever_hints_say(monkeypatch: pytest.MonkeyPatch) -> None:

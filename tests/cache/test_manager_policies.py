@@ -175,28 +175,6 @@ def test_a_chain_stored_in_parts_loses_its_tail_before_its_head(name: str) -> No
     assert len(left) > 5
 
 
-def test_without_a_reordering_a_chain_stored_in_parts_would_get_holes() -> None:
-    for name in ("lru", "arc"):
-        manager = make_manager(name, 12)
-        for part in ("abc", "abcdefg", CHAIN):
-            store(manager, part)
-        assert not all(CHAIN.startswith(present) for present in leaving_order(manager))
-
-
-@policies
-def test_a_chain_that_was_used_again_loses_its_tail_first_too(name: str) -> None:
-    manager = make_manager(name, 12)
-    for turn in ("abcd", "abcdefg", CHAIN):
-        manager.touch(keys(turn))
-        output = manager.prepare_store(keys(turn))
-        assert output is not None
-        manager.end_chain(keys(turn), output.keys_to_store)
-        manager.complete_store(output.keys_to_store)
-    left = leaving_order(manager)
-    assert all(CHAIN.startswith(present) for present in left), left
-    assert len(left) > 5
-
-
 def test_only_the_head_of_a_long_new_chain_is_stored_if_its_tail_would_be_evicted_for_it() -> None:
     manager = make_manager("arc", 20)
     # All blocks have been used again and have returned, so that new ones have little room.

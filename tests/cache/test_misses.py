@@ -38,21 +38,6 @@ def test_a_reason_is_remembered_with_its_age(reason: MissReason) -> None:
     assert memory.explain(key(3)) == NEVER
 
 
-def test_the_newest_reason_replaces_older_ones() -> None:
-    clock = Clock()
-    memory = MissMemory(clock=clock)
-    memory.record([key(1)], MissReason.EVICTED)
-    clock.now = 4.0
-    memory.record(iter([key(1)]), MissReason.RESET)
-    assert memory.explain(key(1)) == Miss(MissReason.RESET, 0.0)
-
-
-def test_recording_no_keys_has_no_effect() -> None:
-    memory = MissMemory()
-    memory.record([], MissReason.EVICTED)
-    assert memory.explain(key(1)) == NEVER
-
-
 def test_if_two_keys_share_a_place_the_older_is_forgotten_and_not_confused() -> None:
     memory = MissMemory(entries=64, clock=Clock())
     older, newer = colliding(64)
@@ -86,14 +71,3 @@ def test_an_explanation_is_the_last_event_of_that_key_or_none() -> None:
         last.update(dict.fromkeys(keys, reason))
         for asked in map(key, rng.sample(range(300), 10)):
             assert memory.explain(asked).reason in (MissReason.NEVER_STORED, last.get(asked))
-
-
-@pytest.mark.parametrize("entries", [3, 100, 65_535])
-def test_a_size_that_is_no_power_of_two_is_refused(entries: int) -> None:
-    with pytest.raises(ValueError, match=f"entries={entries}"):
-        MissMemory(entries=entries)
-
-
-def test_a_memory_without_entries_is_refused() -> None:
-    with pytest.raises(ValueError, match="entries=0"):
-        MissMemory(entries=0)

@@ -13,13 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload.abc import Access, Eviction, Offer
 from kvoffload.cache.keys import key_hashes, make_offload_key, plain_hash_keys, plain_key_hashes
-from kvoffload.cache.manager import PolicyOffloadingManager
-from kvoffload.cache.policies import auto, tournament
-from kvoffload.cache.policies.auto import PlainAutoPolicy
 from kvoffload.cache.policies.tournament import RULES, PlainShadows
-from kvoffload.cache.slots import HostBackend
 from kvoffload.native import load, reference
 from tests.native.twins import make_key, same_answer
 
@@ -34,7 +29,8 @@ MOST = 2**64 - 1
 
 @given(st.lists(st.binary(max_size=300), max_size=20))
 def test_hashes_of_keys_are_the_same(keys: list[bytes]) -> None:
-    assert native.key_hashes(keys).tolist() == plain_key_hashes(keys).tolist()
+    for of_names in (False, True):
+        assert native.key_hashes(keys, of_names).tolist() == plain_key_hashes(keys, of_names).tolist()
 
 
 def test_hashes_of_every_length_are_the_same_and_every_byte_counts() -> None:
@@ -112,7 +108,7 @@ class Tables:
     def change(self, hashes: np.ndarray, remove: bool) -> None:
         for table in (self.plain, self.native):
             if remove:
-                table.remove(hashes)
+                table.take(hashes)
             else:
                 table.use(hashes, 100 * self.clock)
 
@@ -201,7 +197,7 @@ def test_native_ghosts_refuse_what_they_cannot_take() -> None:
     for classes in ([1], [1, 7], [-1, 0]):
         with pytest.raises(IndexError):
             table.add(hashes, np.array([1, 2]), np.array(classes))
-    for call in (table.stamps, table.classes, table.remove, lambda hashes: table.use(hashes, 0)):
+    for call in (table.stamps, table.classes, table.take, lambda hashes: table.use(hashes, 0)):
         with pytest.raises(TypeError):
             call(np.array([0.5]))
     with pytest.raises(ValueError, match="capacity"):
@@ -293,164 +289,6 @@ def test_native_shadows_refuse_what_they_cannot_take() -> None:
     with pytest.raises(IndexError):
         shadows.held(len(RULES))
     assert shadows.access(np.array([], dtype=np.uint64), MOST, 0)[0] == 0
-
-
-# The policy as a whole.
-
-
-class Serving:
-    """Managers with the plain policy and the native one, which get the same requests."""
-
-    def __init__(self, capacity: int, monkeypatch: pytest.MonkeyPatch, plain: type[PlainAutoPolicy]) -> None:
-        with monkeypatch.context() as patched:
-            # All parts of the plain policy are plain.
-            patched.setattr(auto, "GapLists", reference.GapLists)
-            patched.setattr(auto, "GhostTable", reference.GhostTable)
-            patched.setattr(tournament, "Shadows", PlainShadows)
-            policies = [plain(capacity)]
-        policies.append(auto.AutoPolicy(capacity))
-        self.now = 0.0
-        self.managers = [
-            PolicyOffloadingManager(HostBackend(16, capacity), policy, clock=lambda: self.now) for policy in policies
-        ]
-        self.stores: list[list[Any]] = []
-
-    def serve(self, rng: random.Random, chain: list[bytes]) -> None:
-        answers: list[Any] = []
-        cut, ends, chosen = rng.choice([len(chain), rng.randint(0, len(chain))]), rng.random() < 0.8, rng.random()
-        leases = []
-        self.now += rng.choice((0.0, 0.1, 1.0, 100.0))
-        for manager in self.managers:
-            manager.touch(chain)
-            found = manager.lookup(chain)
-            output = manager.prepare_store(chain[:cut][: manager.num_blocks])
-            stored = [] if output is None else output.keys_to_store
-            answers.append(
-                None
-                if output is None
-                else (stored, output.evicted_keys, output.refused_keys, output.store_spec.slots.tolist())
-            )
-            answers[-1] = found, answers[-1]
-            if output is not None and output.refused_keys:
-                manager.prepare_store(chain[cut:], offer=Offer.BEHIND_REFUSED)
-            manager.end_chain(chain, stored)
-            leases.append(None if output is None else output.store_spec)
-        assert answers[0] == answers[1]
-        self.stores.append(leases)
-        while self.stores and (ends or len(self.stores) > 3):
-            for manager, lease in zip(self.managers, self.stores.pop(0), strict=True):
-                if lease is not None:
-                    manager.complete_store(lease, success=chosen > 0.1)
-        if chosen < 0.05:
-            for manager in self.managers:
-                manager.drop(chain[::2])
-        if chosen > 0.998:
-            self.stores.clear()
-            for manager in self.managers:
-                manager.reset()
-
-    def check(self) -> None:
-        states = [manager.policy.state() for manager in self.managers]
-        assert states[0] == states[1]
-        for manager in self.managers:
-            manager.check_integrity()
-
-
-def requests(rng: random.Random, num: int, num_groups: int) -> list[list[bytes]]:
-    """Returns chains with shared heads, many of which recur; with several groups the keys of a block are neighbours."""
-    known: list[list[bytes]] = []
-    made = []
-    for _ in range(num):
-        if known and rng.random() < 0.6:
-            before = rng.choice(known[-60:])
-            head = before[: rng.randint(0, len(before))]
-        else:
-            head = []
-        length = rng.randint(0, 60 if rng.random() < 0.05 else 8)
-        new = [rng.randbytes(32) for _ in range(length)]
-        chain = [*head, *(make_offload_key(name, group) for name in new for group in range(num_groups))]
-        known.append(chain)
-        made.append(chain)
-    return made
-
-
-def serve_all(
-    capacity: int, num_groups: int, seeds: range, monkeypatch: pytest.MonkeyPatch, plain: type[PlainAutoPolicy]
-) -> None:
-    for seed in seeds:
-        rng, serving = random.Random(seed), Serving(capacity, monkeypatch, plain)
-        for chain in requests(rng, 600, num_groups):
-            serving.serve(rng, chain)
-        serving.check()
-
-
-@pytest.mark.parametrize(
-    ("capacity", "num_groups", "seed"), [(1, 1, 0), (40, 1, 1), (40, 2, 2), (200, 1, 3), (3000, 1, 4)]
-)
-def test_the_policy_makes_the_same_choices(
-    capacity: int, num_groups: int, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    serve_all(capacity, num_groups, range(seed, seed + 1), monkeypatch, PlainAutoPolicy)
-
-
-@pytest.mark.parametrize(("capacity", "num_groups"), [(1, 1), (40, 2), (200, 1)])
-def test_the_policy_makes_the_same_choices_by_gaps(
-    capacity: int, num_groups: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tournament.Tournament, "rule", property(lambda self: RULES[-1]))
-    serve_all(capacity, num_groups, range(1), monkeypatch, PlainAutoPolicy)
-
-
-class RefusesNothingByGap(PlainAutoPolicy):
-    def admit(self, keys: Any, shortage: int) -> Any:
-        return None
-
-
-def test_a_planted_difference_of_the_rule_by_gaps_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tournament.Tournament, "rule", property(lambda self: RULES[-1]))
-    with pytest.raises(AssertionError):
-        serve_all(40, 1, range(3), monkeypatch, RefusesNothingByGap)
-
-
-class NeverReturns(PlainAutoPolicy):
-    """Counts no block as returning when it is stored."""
-
-    def _is_returning(self, keys: Any) -> Any:
-        return np.zeros(len(keys), dtype=np.bool_)
-
-
-class ForgetsRefused(PlainAutoPolicy):
-    def refuse(self, keys: Any) -> None:
-        super().refuse(keys[:-1])
-
-
-@pytest.mark.parametrize("planted", [NeverReturns, ForgetsRefused])
-def test_a_planted_difference_of_the_policy_is_found(
-    planted: type[PlainAutoPolicy], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(AssertionError):
-        serve_all(40, 1, range(5), monkeypatch, planted)
-
-
-def test_the_native_policy_refuses_what_it_cannot_take() -> None:
-    policy = auto.AutoPolicy(4)
-    none, busy = np.array([], dtype=np.int64), np.zeros(4, dtype=np.bool_)
-    keys, flags = [b"k" * 36], np.ones(1, dtype=np.bool_)
-    for found in ([4], [2**62], [0, 1], []):
-        with pytest.raises(IndexError):
-            policy.access(Access(keys, np.array(found, dtype=np.int64), none, flags[:0], 0.0))
-    for slots in ([4], [-1], [0, 1], []):
-        with pytest.raises(IndexError):
-            policy.insert(np.array(slots, dtype=np.int64), keys)
-    with pytest.raises(IndexError):
-        policy.evict(Eviction(1, busy[:3], np.full(4, None, dtype=object), keys))
-    with pytest.raises(TypeError):
-        policy.insert(np.array([0]), [7])  # type: ignore[list-item]
-    with pytest.raises(TypeError):
-        policy.insert(np.array([0]), 7)  # type: ignore[arg-type]
-    policy.insert(np.array([0]), keys)
-    policy.check_integrity(np.array([0]))
-    assert policy.evict(Eviction(5, busy, np.full(4, None, dtype=object), keys)).tolist() == [0]
 
 
 # Keys in order.

@@ -36,7 +36,7 @@ calls: Any = st.one_of(
     st.tuples(st.sampled_from(["use", "insert"]), slot_lists, st.integers(0, 255)),
     st.tuples(st.sampled_from(["move_to_end", "discard", "mark_evictable"]), slot_lists, st.just(0)),
     st.tuples(
-        st.sampled_from(["pop_once", "pop_again", "pop_oldest", "pop_least", "num_refused"]),
+        st.sampled_from(["pop_oldest", "pop_shared", "pop_least", "num_refused"]),
         slot_lists,
         st.integers(0, 9),
     ),
@@ -69,8 +69,11 @@ def apply(pair: Any, call: tuple[str, list[int], int], members: set[int]) -> obj
     elif name.startswith("pop"):
         busy = np.zeros(CAPACITY, dtype=np.bool_)
         busy[slots] = True
-        rates = (rates_of(pair),) if name == "pop_least" else ()
-        popped, positions = getattr(pair, name)(number, busy, *rates)
+        popped, positions = {
+            "pop_oldest": lambda: pair.pop_oldest(number, busy),
+            "pop_shared": lambda: pair.pop_shared(number, len(slots), busy),
+            "pop_least": lambda: pair.pop_least(number, busy, rates_of(pair)),
+        }[name]()
         return popped.tolist(), positions.tolist()
     else:
         getattr(pair, name)(array(slots))
@@ -110,7 +113,7 @@ class SkipsTooMuch(GapLists):
 
     def pop_oldest(self, n: int, busy: Any) -> Any:
         victims = super().pop_oldest(n, busy)
-        self.pop_again(1, busy | True)
+        self.pop_shared(1, 0, busy | True)
         return victims
 
 
@@ -146,19 +149,6 @@ def test_a_planted_difference_is_found(planted: type[GapLists]) -> None:
     follow([GapLists(CAPACITY), native.GapLists(CAPACITY)], script)
     with pytest.raises(AssertionError):
         follow([planted(CAPACITY), native.GapLists(CAPACITY)], script)
-
-
-@versions
-def test_a_use_moves_what_is_ready_and_positions_are_on_one_clock(make: type[GapLists]) -> None:
-    pair = make(8)
-    none_busy = np.zeros(8, dtype=np.bool_)
-    pair.insert(array([0, 1, 2, 3]), array([0, 0, 0, 1]))
-    pair.use(array([1, 0, 3]), np.array([True, False, False]))
-    assert (pair.num_once, pair.num_again) == (2, 2)
-    slots, positions = pair.pop_oldest(4, none_busy)
-    assert slots.tolist() == [2, 1, 0, 3]
-    assert positions.tolist() == [2, 4, 5, 6]
-    assert pair.pop_oldest(4, none_busy)[0].tolist() == []
 
 
 @versions

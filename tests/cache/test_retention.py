@@ -89,13 +89,6 @@ def test_a_retained_chain_survives_a_flood_and_leaves_after_its_time(policy: str
     assert manager.lookup(keys) == 0 or policy == "auto"
 
 
-def test_without_retention_the_flood_evicts_it() -> None:
-    manager, keys = make(), chain("a", 1, 10)
-    store(manager, keys)
-    flood(manager)
-    assert manager.lookup(keys) == 0
-
-
 def test_a_chain_that_is_still_being_written_is_retained_when_it_is_ready() -> None:
     manager, keys = make(), chain("a", 1, 10)
     output = manager.prepare_store(keys, context(60.0))
@@ -135,16 +128,6 @@ def test_a_block_stays_until_the_latest_time_whoever_asked_for_it() -> None:
         manager.check_integrity()
 
 
-def test_what_several_had_retained_nobody_can_end() -> None:
-    manager, keys = make(), chain("a", 1, 10)
-    retain(manager, keys, 60.0, session=2)
-    retain(manager, keys[:6], 1.0, session=3)
-    manager.retain(keys, context(0.0, session=3))
-    assert manager.retention.num_charged[0] == 10
-    manager.retain(keys, context(0.0, session=2))
-    assert manager.retention.num_charged[0] == 6
-
-
 @pytest.mark.parametrize("ending", [context(0.0, session=2), context(session=2, drop=True)])
 def test_a_session_can_end_its_retention_but_no_other(ending: ReqContext) -> None:
     manager = make()
@@ -169,18 +152,6 @@ def test_drops_and_resets_end_it_and_are_counted_and_a_block_that_returns_is_ret
     manager.reset()
     assert manager.retention.num_lost == [11, 0, 0]
     assert manager.num_used_blocks == 0
-    manager.check_integrity()
-
-
-def test_what_had_not_come_when_all_is_dropped_is_lost_and_each_block_once() -> None:
-    """A directory vanishes while blocks that are to be retained there are being written, for example."""
-    manager, keys = make(), chain("a", 1, 10)
-    store(manager, keys[:6])
-    assert manager.retain(keys, context(60.0)).refusal is None
-    manager.drop(keys[5:6])
-    assert manager.retention.num_lost[0] == 1
-    manager.reset()
-    assert manager.retention.num_lost[0] == 10
     manager.check_integrity()
 
 
@@ -216,15 +187,6 @@ def test_many_retentions_that_end_together_take_several_calls(monkeypatch: pytes
     manager.check_integrity()
 
 
-def test_ended_sessions_leave_the_queue() -> None:
-    manager = make()
-    for session in range(retention.QUEUE_SLACK):
-        retain(manager, chain("a", 1, 5), 60.0, session=2 + session)
-        manager.retain([], context(0.0, session=2 + session))
-    manager.check_integrity()
-    assert not manager.retention.blocks
-
-
 def test_what_was_charged_is_counted_to_its_end() -> None:
     clock = Clock()
     manager = make(clock=clock)
@@ -250,15 +212,6 @@ def test_what_finds_no_room_or_fails_to_be_stored_is_lost_and_not_charged() -> N
     flood(manager)
     assert manager.lookup(keys) == 8
     manager.check_integrity()
-
-
-def test_guarantees_hold_beside_what_others_retain() -> None:
-    manager = make(num_blocks=64, retain=(32, 0, 0), guaranteed=(0, 32, 0))
-    retain(manager, chain("a", 1, 32), 60.0)
-    assert store(manager, chain("b", 1, 32))
-    flood(manager)
-    assert manager.lookup(chain("b", 1, 32)) == 32
-    assert manager.most_blocks(namespace("b")) == 32
 
 
 class Adversary:

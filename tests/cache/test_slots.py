@@ -7,19 +7,12 @@ import pytest
 
 from kvoffload.abc import Backend, ConfigError, IntegrityError
 from kvoffload.cache.slots import HostBackend, SlotBackend
-from kvoffload.testing.conformance import keys
 from tests.suites.conformance import BackendConformance
 
 
 class TestHostBackend(BackendConformance):
     def make_backend(self, num_blocks: int) -> Backend:
         return HostBackend(16, num_blocks)
-
-
-def test_it_says_what_it_is() -> None:
-    backend = HostBackend(16, 3)
-    assert (backend.block_size, backend.num_blocks, backend.medium) == (16, 3, "CPU")
-    assert backend.get_load_store_spec(keys("a"), backend.allocate_blocks(keys("a"))).medium() == "CPU"
 
 
 @pytest.mark.parametrize("num_blocks", [0, -1])

@@ -16,7 +16,6 @@ from kvoffload.abc import (
     IntegrityError,
     LoadStoreSpec,
     LookupState,
-    MissReason,
     Offer,
     OffloadingManager,
     OffloadKey,
@@ -26,12 +25,11 @@ from kvoffload.cache.hints import HintedBlocks
 from kvoffload.cache.keys import make_offload_key
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
-from kvoffload.cache.policies.auto import AutoPolicy, PlainAutoPolicy
+from kvoffload.cache.policies.auto import AutoPolicy
 from kvoffload.cache.policies.tenants import TenantPolicy, _from_the_top
 from kvoffload.cache.slots import HostBackend
 from kvoffload.cache.tenants import OTHER, Shares, TenantConfig, Tenants
 from kvoffload.testing.conformance import PolicyConformance
-from tests.clock import Clock
 from tests.suites.conformance import ManagerConformance
 
 NAMES = ("a", "b", OTHER)
@@ -88,11 +86,6 @@ class TestOneTenant(PolicyConformance):
         return make_policy("lru", capacity, Shares((OTHER,), {}, (0,), (capacity,), capacity))
 
 
-class TestOneTenantWithAuto(PolicyConformance):
-    def make_policy(self, capacity: int) -> CachePolicy:
-        return make_policy("auto", capacity, Shares((OTHER,), {}, (0,), (capacity,), capacity))
-
-
 class TestThreeTenants(PolicyConformance):
     """The blocks of random calls belong to three tenants, all others to one."""
 
@@ -128,63 +121,10 @@ def test_a_scan_takes_nothing_of_what_is_guaranteed() -> None:
     assert shared.lookup(victim) == 0, "without tenants the scan pushes it out"
 
 
-def test_what_is_guaranteed_and_not_used_serves_others_until_it_is_claimed() -> None:
-    of = manager(shares(10, (4, 0, 0)))
-    assert store(of, chain("b", 0, 10))
-    assert held(of) == [0, 10, 0]
-    assert store(of, chain("a", 0, 4))
-    assert held(of) == [4, 6, 0]
-    assert store(of, chain("a", 4, 4))
-    assert held(of) == [7, 3, 0], "above its guarantee it competes like the others"
-
-
-def test_above_their_guarantees_tenants_become_equal() -> None:
-    of = manager(shares(12, (2, 0, 0)))
-    assert store(of, chain("b", 0, 12))
-    for first in range(0, 40, 4):
-        assert store(of, chain("a", first, 4))
-        assert store(of, chain("b", first + 100, 4))
-        assert store(of, chain(OTHER, first, 4))
-    # (12 - 2) / 3 above the guarantee, in whole blocks.
-    assert sum(held(of)) == 12
-    assert [abs(n - 10 / 3) < 1 for n in np.subtract(held(of), (2, 0, 0))] == [True] * 3
-
-
-def test_a_quota_holds_although_slots_are_free() -> None:
-    of = manager(shares(10, (0, 0, 0), (10, 3, 10)))
-    assert store(of, chain("b", 0, 3))
-    assert store(of, chain("b", 10, 2))
-    assert held(of) == [0, 3, 0]
-    assert of.lookup(chain("b", 10, 2)) == 2
-    assert of.explain_miss(key("b", 2)).reason is MissReason.EVICTED
-
-
-def test_a_store_over_the_quota_is_refused_and_changes_nothing() -> None:
-    of = manager(shares(10, (0, 0, 0), (10, 3, 10)))
-    assert store(of, chain("b", 0, 3))
-    lease = of.prepare_load(chain("b", 0, 3))
-    assert of.prepare_store(chain("b", 10, 1)) is None
-    assert of.explain_miss(key("b", 10)).reason is MissReason.OVER_QUOTA
-    assert of.room.uses()[1].num_refused == 1
-    assert store(of, chain("a", 0, 1)), "others are not concerned"
-    of.complete_load(lease)
-    assert store(of, chain("b", 10, 1))
-
-
 def test_a_refused_store_counts_for_the_tenant_that_is_over_its_quota() -> None:
     of = manager(shares(12, [0, 0, 0], [2, 12, 12]))
     assert of.prepare_store([*chain("a", 0, 3), *chain("b", 0, 1)]) is None
     assert [use.num_refused for use in of.room.uses()] == [1, 0, 0]
-
-
-def test_no_room_that_is_not_guaranteed_to_others() -> None:
-    of = manager(shares(6, (4, 2, 0)))
-    assert store(of, chain("a", 0, 4))
-    assert store(of, chain("b", 0, 2))
-    assert of.prepare_store(chain(OTHER, 0, 1)) is None
-    assert of.explain_miss(key(OTHER, 0)).reason is MissReason.NO_ROOM
-    assert store(of, chain("a", 4, 2)), "in place of its own blocks"
-    assert held(of) == [4, 2, 0]
 
 
 def test_hints_say_which_blocks_a_tenant_loses_and_not_which_tenant_does() -> None:
@@ -197,85 +137,12 @@ def test_hints_say_which_blocks_a_tenant_loses_and_not_which_tenant_does() -> No
     assert [use.num_evicted for use in of.room.uses()] == [2, 0, 0]
 
 
-def test_hints_take_nothing_of_what_is_guaranteed_when_several_tenants_share_a_store() -> None:
-    of = manager(shares(20, [10, 10, 0]))
-    assert store(of, chain("a", 0, 8))
-    assert store(of, chain("a", 10, 2), Hints(2, drop=True))
-    assert store(of, chain("b", 0, 4))
-    assert store(of, chain(OTHER, 0, 6))
-    of.prepare_load(chain(OTHER, 0, 6))
-    assert store(of, chain("a", 20, 3) + chain("b", 20, 2))
-    assert present(of, chain("a", 10, 2)) == 0, "the hint is heeded"
-    assert held(of) == [10, 4, 6]
-
-
-def test_a_session_number_that_two_tenants_have_takes_nothing_of_the_other() -> None:
-    of = manager(shares(8, [4, 0, 0]))
-    context, dropping = ReqContext("a", hints=Hints(2)), ReqContext("b", hints=Hints(2, drop=True))
-    first, others = chain("a", 0, 4), chain("b", 0, 8)
-    of.touch(first, context)
-    of.touch(others, dropping)
-    output = of.prepare_store(others, dropping)
-    assert output is not None
-    of.complete_store(output.store_spec)
-    of.end_chain(others, output.keys_to_store, dropping)
-    of.drop(others[4:])
-    output = of.prepare_store(first, context)
-    assert output is not None
-    of.complete_store(output.store_spec)
-    of.end_chain(first, output.keys_to_store, context)
-    assert store(of, chain("b", 10, 3))
-    assert present(of, first) == 4
-
-
-def test_blocks_of_several_tenants_in_one_store() -> None:
-    of = manager(shares(6, (2, 2, 0)))
-    assert store(of, chain("a", 0, 2) + chain("b", 0, 2) + chain(OTHER, 0, 2))
-    assert held(of) == [2, 2, 2]
-    assert store(of, [key("a", 9), key("b", 9)])
-    assert held(of) == [3, 3, 0]
-
-
-def test_promoted_blocks_keep_to_the_quota_too() -> None:
-    of = manager(shares(10, (0, 0, 0), (10, 3, 10)))
-    assert store(of, chain("b", 0, 3))
-    output = of.allocate(chain("b", 10, 3))
-    assert output is not None
-    assert len(output.evicted_keys) == 3
-    assert of.allocate(chain("b", 20, 1)) is None
-    of.check_integrity()
-
-
 def test_how_many_blocks_a_tenant_can_have() -> None:
     of = manager(shares(10, (4, 1, 0), (10, 3, 10)))
     assert [of.most_blocks(key(name, 0)) for name in NAMES] == [9, 3, 5]
     assert [of.room.num_storable(key(name, 0)) for name in NAMES] == [10, 3, 10]
     assert store(of, chain("a", 0, 6))
     assert [of.room.num_storable(key(name, 0)) for name in NAMES] == [10, 3, 6]
-
-
-def test_dropped_and_reset_blocks_do_not_count() -> None:
-    of = manager(shares(10, (4, 0, 0), (10, 3, 10)))
-    output = of.prepare_store(chain("b", 0, 3))
-    assert output is not None
-    of.drop(chain("b", 0, 2))
-    of.check_integrity()
-    assert held(of) == [0, 1, 0]
-    of.complete_store(output.store_spec)
-    of.check_integrity()
-    of.reset()
-    of.check_integrity()
-    assert held(of) == [0, 0, 0]
-    assert store(of, chain("b", 10, 3))
-
-
-def test_every_policy_serves_tenants() -> None:
-    rng = random.Random(3)
-    for policy in ("arc", "auto"):
-        of = manager(shares(24, (6, 0, 2), (20, 12, 24)), policy)
-        for _ in range(60):
-            name = rng.choice(NAMES)
-            store(of, chain(name, rng.randrange(30), rng.randint(1, 10)))
 
 
 # The laws under random calls.
@@ -531,41 +398,6 @@ def test_what_a_tenant_may_retain_leaves_it_a_block(a: tuple[int, int], b: tuple
 
 
 # A policy that is told how many blocks it holds.
-
-
-def test_auto_divides_the_blocks_that_its_tenant_holds() -> None:
-    of = manager(shares(400, (0, 0, 0)), "auto")
-    for first in range(0, 4000, 20):
-        for name in NAMES:
-            assert store(of, chain(name, first, 20))
-    for blocks in tenant_policy(of).tenants:
-        assert blocks.policy.capacity == 400
-        assert abs(blocks.policy.full - 400 / 3) < 40
-
-
-def test_native_and_plain_auto_serve_tenants_alike() -> None:
-    made = shares(60, (15, 0, 5), (40, 60, 60))
-    clock = Clock()
-    pair = [
-        PolicyOffloadingManager(HostBackend(16, 60), TenantPolicy(60, made, policy), clock=clock)
-        for policy in (AutoPolicy, PlainAutoPolicy)
-    ]
-    rng, num_evicted = random.Random(2), 0
-    for _ in range(600):
-        clock.now += 0.01
-        keys = chain(rng.choice(NAMES), rng.randrange(60), rng.randint(1, 15))
-        outputs = []
-        for of in pair:
-            of.touch(keys)
-            output = of.prepare_store(keys)
-            assert output is not None
-            of.complete_store(output.store_spec)
-            of.end_chain(keys, output.keys_to_store)
-            outputs.append((output.keys_to_store, output.evicted_keys, list(output.refused_keys)))
-        assert outputs[0] == outputs[1]
-        num_evicted += len(outputs[0][1])
-    assert num_evicted > 500
-    assert pair[0].room.uses() == pair[1].room.uses()
 
 
 @pytest.mark.parametrize("policy", ["auto", "lru"])

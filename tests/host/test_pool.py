@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import mmap
 import os
 import pickle
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -18,7 +16,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kvoffload.abc import ConfigError
@@ -26,7 +23,6 @@ from kvoffload.host import limits as memory
 from kvoffload.host import pool as hostpool
 from kvoffload.host import touch
 from kvoffload.host.limits import Reservation, available_memory, total_memory
-from kvoffload.host.mapping import HUGE_PAGE
 from kvoffload.host.pool import HostPool, PoolHandle, padded_slot_bytes
 from kvoffload.units import parse_bytes
 
@@ -73,36 +69,6 @@ def test_all_memory_is_allocated_at_once(pool: HostPool) -> None:
     assert status.st_blocks * 512 >= pool.nbytes
 
 
-def test_a_sparse_file_would_be_noticed() -> None:
-    fd = os.memfd_create("sparse")
-    try:
-        os.ftruncate(fd, NUM_BLOCKS * SLOT)
-        assert os.fstat(fd).st_blocks == 0
-    finally:
-        os.close(fd)
-
-
-def test_the_pool_is_an_array_of_slots(pool: HostPool) -> None:
-    assert pool.data.shape == (NUM_BLOCKS, SLOT)
-    assert pool.data.dtype == np.uint8
-    assert pool.data.flags.writeable
-    assert not pool.data.any()
-    pool.data[3] = 7
-    pool.data[-1, -1] = 9
-    assert os.pread(pool.fd, SLOT, 3 * SLOT) == bytes([7]) * SLOT
-    assert os.pread(pool.fd, 1, pool.nbytes - 1) == b"\t"
-
-
-def test_slots_are_page_aligned(pool: HostPool) -> None:
-    assert pool.data.ctypes.data % mmap.PAGESIZE == 0
-
-
-def test_touching_in_the_background_changes_no_byte(pool: HostPool) -> None:
-    pool.data[:] = 5
-    pool.wait_until_touched()
-    assert (pool.data == 5).all()
-
-
 def test_where_huge_pages_take_too_long_the_pages_remain_small(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -116,13 +82,6 @@ def test_where_huge_pages_take_too_long_the_pages_remain_small(
     assert (pool.data == 5).all()
     pool.close()
     assert not pool.wait_until_touched(pool.nbytes + 1), "a closed pool is not touched any more"
-
-
-def test_two_pools_do_not_share_memory(pool: HostPool) -> None:
-    other = HostPool(NUM_BLOCKS, SLOT)
-    other.data[:] = 1
-    assert not pool.data.any()
-    other.close()
 
 
 def test_a_closed_pool_leaves_no_open_file() -> None:
@@ -209,11 +168,6 @@ def test_another_process_reads_and_writes_the_same_bytes(pool: HostPool) -> None
     )
     assert printed == f"({NUM_BLOCKS}, {SLOT}) [1, 2, 3, 4]\n"
     assert pool.data[5, 7] == 99
-
-
-def test_huge_pages_of_a_pool_can_be_mapped_wherever_it_is_opened(pool: HostPool) -> None:
-    opened = [pool.data, pool.handle().open(), pool.handle().open()]
-    assert [each.ctypes.data % HUGE_PAGE for each in opened] == [0, 0, 0]
 
 
 def test_a_handle_of_a_closed_pool_does_not_open_another_file() -> None:
@@ -368,12 +322,6 @@ def test_a_wait_for_others_is_logged_and_ends(
     assert 0.0 <= time.now - hostpool.RESERVATION_DEADLINE_S < 0.1
 
 
-def test_a_process_that_binds_the_name_of_the_former_lock_blocks_no_start() -> None:
-    with socket.socket(socket.AF_UNIX) as held:
-        held.bind("\0kvoffload/allocation")
-        HostPool(1, SLOT).close()
-
-
 def test_memory_allocated_by_others_meanwhile_is_noticed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -389,10 +337,6 @@ def test_memory_allocated_by_others_meanwhile_is_noticed(
         caught.value
     )
     assert caplog.messages == [f"kvoffload: host pool: {done} KiB of 400 KiB allocated" for done in (80, 160)]
-
-
-def test_child_processes_do_not_inherit_the_pool(pool: HostPool) -> None:
-    assert not os.get_inheritable(pool.fd)
 
 
 # No room.
@@ -457,46 +401,6 @@ def test_a_refusal_of_the_kernel_is_a_config_error_and_leaves_nothing(monkeypatc
     assert open_files() == before
 
 
-def test_a_real_resource_limit_is_a_config_error_and_leaves_nothing() -> None:
-    code = """
-import os, resource
-from kvoffload import ConfigError
-from kvoffload.host.pool import HostPool
-resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-HostPool(256, 4096).close()
-before = os.listdir("/proc/self/fd")
-try:
-    HostPool(257, 4096)
-except ConfigError as error:
-    print(error, os.listdir("/proc/self/fd") == before)
-"""
-    printed = run_python(code)
-    assert printed.startswith("host_bytes: the kernel refused 1 MiB (File too large)")
-    assert printed.strip().endswith("True")
-
-
-def test_a_lack_of_address_space_is_a_config_error_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: object, **options: object) -> None:
-        raise OSError(12, "Cannot allocate memory")
-
-    monkeypatch.setattr(mmap, "mmap", refuse)
-    before = open_files()
-    try:
-        with pytest.raises(ConfigError, match="host_bytes"):
-            HostPool(NUM_BLOCKS, SLOT)
-        assert open_files() == before
-    finally:
-        close_leaked(before)
-
-
-def close_leaked(before: set[str]) -> None:
-    for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            name = os.readlink(f"/proc/self/fd/{fd}")
-            if "memfd:kvoffload" in name and f"{name} {os.fstat(int(fd)).st_ino}" not in before:
-                os.close(int(fd))
-
-
 # Available memory.
 
 
@@ -548,12 +452,6 @@ def test_the_lowest_limit_of_nested_cgroups_counts(root: Path) -> None:
     assert available_memory() == GIB
 
 
-def test_in_a_container_the_root_cgroup_counts(root: Path) -> None:
-    write(root, "proc/self/cgroup", "0::/")
-    cgroup2(root, "", 2 * GIB, GIB)
-    assert available_memory() == GIB
-
-
 def test_a_cgroup_of_version_1(root: Path) -> None:
     write(root, "proc/self/cgroup", "5:cpu,cpuacct:/other\n4:memory:/box\n0::/box")
     write(root, "sys/fs/cgroup/memory/other/memory.limit_in_bytes", 1)
@@ -564,13 +462,6 @@ def test_a_cgroup_of_version_1(root: Path) -> None:
     write(root, f"{folder}/memory.usage_in_bytes", 4 * GIB)
     write(root, f"{folder}/memory.stat", f"inactive_file 5\ntotal_inactive_file {GIB}")
     assert available_memory() == 2 * GIB
-
-
-@pytest.mark.parametrize("garbage", ["", "nonsense", "-"])
-def test_an_unreadable_cgroup_is_skipped(root: Path, garbage: str) -> None:
-    write(root, "proc/self/cgroup", "0::/box")
-    cgroup2(root, "box", garbage, GIB)
-    assert available_memory() == 8 * GIB
 
 
 def numa(root: Path, allowed: str, policy: str = "default") -> None:
@@ -669,11 +560,3 @@ def test_a_reservation_in_another_cgroup_does_not_count(root: Path, cgroup: str,
     if cgroup:
         write(root, "proc/7/cgroup", cgroup)
     assert available_memory([other()]) == available * GIB
-
-
-def test_a_reservation_counts_for_the_whole_machine(root: Path) -> None:
-    assert available_memory([other(), other(8)]) == 6 * GIB
-
-
-def test_this_machine_has_available_memory() -> None:
-    assert 0 < available_memory() < 1 << 50

@@ -154,19 +154,6 @@ def test_slots_are_registered_whole_and_in_order_whatever_the_driver_refuses(
     assert threading.get_ident() not in driver.threads
 
 
-def test_a_planted_chunk_that_ends_inside_a_slot_is_noticed(make_pool: Callable[..., HostPool]) -> None:
-    pool = make_pool(40, 3)
-
-    class Misaligned(Driver):
-        def register(self, address: int, nbytes: int) -> None:
-            super().register(address, nbytes - PAGE)
-
-    driver = Misaligned()
-    registration = register(pool, driver)
-    registration.wait_until_ended()
-    assert any("does not end where a slot ends" in fault for fault in faults(pool, driver, registration))
-
-
 def test_a_planted_count_that_is_raised_before_the_call_returns_is_noticed(make_pool: Callable[..., HostPool]) -> None:
     pool = make_pool(40)
 
@@ -231,20 +218,6 @@ def test_a_refusal_is_one_warning_that_names_cause_and_fix(
     assert len(driver.calls) == calls, "it stopped for good"
 
 
-def test_a_thread_that_cannot_be_prepared_registers_nothing(
-    make_pool: Callable[..., HostPool], caplog: pytest.LogCaptureFixture
-) -> None:
-    class Broken(Driver):
-        def enter_thread(self) -> None:
-            raise OSError("no context")
-
-    driver = Broken()
-    registration = register(make_pool(20), driver)
-    registration.wait_until_ended()
-    assert not driver.calls
-    assert "no context" in caplog.text
-
-
 # The end.
 
 
@@ -275,19 +248,6 @@ def test_nothing_is_unregistered_while_copies_are_in_progress(
     pool.close()
     end_of_unregistering()
     assert bool(driver.unregistered) == is_early
-
-
-def test_in_service_nothing_is_unregistered(make_pool: Callable[..., HostPool]) -> None:
-    """A worker that gives up closes its transfer, which releases the pool. The calls of the driver would delay the
-    engine, so they wait until the pool is closed."""
-    pool, driver = make_pool(40), Driver()
-    registration = register(pool, driver)
-    registration.wait_until_ended()
-    registration.release()
-    assert not [thread for thread in threading.enumerate() if thread.name == "kvoffload-unregister"]
-    assert registration.num_ready_slots == 40
-    pool.close()
-    assert len(driver.unregistered) == 3
 
 
 def test_copies_that_do_not_end_keep_the_memory_registered(

@@ -263,20 +263,6 @@ def test_table(seed: int, capacity: int) -> None:
     drive_table(random.Random(seed), tables(capacity), capacity)
 
 
-def test_the_first_block_that_is_not_ready_is_found_in_every_chunk() -> None:
-    keys, slots = [b"%d" % i for i in range(600)], np.arange(600)
-    twins = tables(600)
-    twins.call("insert", keys, slots)
-    for first in (*range(120, 137), *range(250, 260), 384, 512, 599):
-        twins.call("set_ready", np.delete(slots, first))
-        assert twins.call("leading_ready", keys) == first
-        twins.call("remove", slots)
-        twins.call("insert", keys, slots)
-    twins.call("set_ready", slots)
-    twins.call("drop", array([300]))
-    assert twins.call("leading_ready", tuple(keys)) == 300
-
-
 def plant(name: str, value: int) -> Callable[[Any], None]:
     """Returns what adds ``value`` to a count."""
     return lambda table: setattr(table, name, getattr(table, name) + value)

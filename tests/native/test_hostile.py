@@ -195,7 +195,7 @@ for _ in range(20):
     call(lambda slots: pair.insert(slots, [1] * 2000))
     call(lambda slots: pair.use(slots, ready))
     pair.insert(np.arange(2000), np.zeros(2000, dtype=np.int64))
-    pair.pop_once(5, np.ones(2000, dtype=np.bool_))
+    pair.pop_shared(5, 5, np.ones(2000, dtype=np.bool_))
     call(pair.mark_evictable)
 print("survived")
 """

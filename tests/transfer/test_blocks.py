@@ -169,13 +169,6 @@ LARGE_JOB = numbers([8, 1, 0, 7, 2, 6]), numbers([2, 2, 2, 0, 0, 1]), numbers([0
 
 
 @needs_native
-@pytest.mark.parametrize("use_two_threads", [False, True])
-@pytest.mark.parametrize("streams", STREAMS)
-def test_native_copies_of_large_pages(streams: int, use_two_threads: bool) -> None:
-    assert same_as_plain(LARGE, LARGE_JOB, native_copy(streams, use_two_threads), merges=True)
-
-
-@needs_native
 @pytest.mark.parametrize("streams", STREAMS)
 def test_two_threads_copy_many_small_pages(streams: int) -> None:
     layout = Layout(((5, 3000, 8, False), (1, 100, 0, False)), num_blocks=600, num_slots=300, factor=2, shift=3)
@@ -234,15 +227,6 @@ def test_plain_copies_are_those_by_hand(data: st.DataObject, layout: Layout, is_
     assert found.contents() == wanted.contents()
 
 
-def test_each_page_is_at_its_place() -> None:
-    """The plain version, of which the others are copies, compared with indexing by hand."""
-    layout = Layout(((2, 5, 1, False), (1, 3, 0, True)), num_blocks=4, num_slots=3, factor=2, shift=2)
-    memory = layout.memory()
-    BlockCopier(merge_views(memory.views)[0], memory.host).copy(numbers([3, 0]), numbers([1, 2]), numbers([1, 0]), True)
-    assert memory.host[1, 1].tobytes() == b"".join(view[3].tobytes() for view in memory.views)
-    assert memory.host[2, 0].tobytes() == b"".join(view[0].tobytes() for view in memory.views)
-
-
 # Arguments.
 
 SMALL = Layout(((2, 600, 0, False),), num_blocks=4, num_slots=3, factor=2, shift=0)
@@ -285,13 +269,6 @@ def test_numbers_of_another_type_are_refused() -> None:
         for job in ((bad, good, good), (good, bad, good), (good, good, bad)):
             with pytest.raises(TypeError):
                 copier.copy(*job, True)
-
-
-@needs_native
-def test_numbers_may_be_strided() -> None:
-    layout = Layout(((2, 600, 0, False),), num_blocks=8, num_slots=8, factor=2, shift=0)
-    every = np.arange(16, dtype=np.int64)
-    assert same_as_plain(layout, (every[:8:2], every[7::-2], every[:4] % 2), native_copy(8, False), merges=True)
 
 
 @pytest.mark.parametrize("make", COPIERS)
@@ -347,14 +324,6 @@ def test_read_only_memory_is_not_written_to(make: type[PlainBlockCopier], is_sto
     assert memory.contents() == before
 
 
-@pytest.mark.parametrize("make", COPIERS)
-def test_a_group_without_layers_has_nothing_to_copy(make: type[PlainBlockCopier]) -> None:
-    copier = make([], np.zeros((3, 2, 0), dtype=np.uint8))
-    copier.copy(numbers([]), numbers([]), numbers([]), True)
-    with pytest.raises(IndexError):
-        copier.copy(numbers([0]), numbers([0]), numbers([0]), True)
-
-
 # The kind of copy.
 
 
@@ -396,89 +365,12 @@ def test_the_fastest_kind_is_chosen_and_memcpy_unless_another_is_clearly_faster(
     assert Machine([each / 1000 for each in seconds]).choice() == chosen
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_other_processes_do_not_change_the_choice(seed: int) -> None:
-    """All measurements of each kind but one, by chance which, take thirty times as long."""
-    rng = np.random.default_rng(seed)
-    slow = {3 * int(turn) + kind for kind in range(3) for turn in rng.permutation(blocks.ROUNDS)[1:]}
-    noisy = Machine((1.1e-4, 1e-4, 1.2e-4), slow.__contains__)
-    assert noisy.choice() == 4
-    assert noisy.calls == list(STREAMS) * blocks.ROUNDS, "the kinds did not take turns"
-
-
 @pytest.mark.parametrize("seconds", [1e-9, 1e-4, 0.02, 1.0, 1000.0])
 def test_the_measurements_end(seconds: float) -> None:
     slow = Machine((seconds, seconds / 2, seconds))
     assert slow.choice() == 4
     assert len(STREAMS) <= len(slow.calls) <= blocks.ROUNDS * len(STREAMS)
     assert slow.now <= blocks.DEADLINE_S + len(STREAMS) * seconds, "a round began after the deadline"
-
-
-def copier_of(piece_bytes: int) -> Any:
-    return BlockCopier([np.zeros((1, 2, piece_bytes), np.uint8)], np.zeros((2, 1, piece_bytes), np.uint8))
-
-
-@pytest.fixture
-def not_measured_yet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Lets the kind of copy be measured, also on a processor that has only one."""
-    monkeypatch.setattr(load("_copies"), "CAN_BYPASS", True)
-    blocks.fastest_streams.cache_clear()
-    yield
-    blocks.fastest_streams.cache_clear()
-
-
-@needs_native
-def test_each_size_of_pages_is_measured_once_per_direction(
-    not_measured_yet: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chosen: Iterator[int] = iter([4, 8, 0, 4])
-    monkeypatch.setattr(blocks, "choose_streams", lambda measure: next(chosen))
-    assert [copier_of(each).streams for each in (4096, 8191, 8192, 5000)] == [[4, 8], [4, 8], [0, 4], [4, 8]]
-    assert copier_of(blocks.SHORTEST_PIECE - 1).streams == [0, 0]
-    assert copier_of(0).streams == [0, 0]
-    assert not list(chosen)
-    monkeypatch.setattr(load("_copies"), "CAN_BYPASS", False)
-    assert copier_of(blocks.LONGEST_PIECE * 4).streams == [0, 0]
-
-
-@needs_native
-@pytest.mark.parametrize("piece_bytes", [blocks.SHORTEST_PIECE, 5000, blocks.LONGEST_PIECE * 4 + 1])
-def test_copies_are_measured_on_other_memory(
-    piece_bytes: int, not_measured_yet: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seconds: list[float] = []
-
-    def choose(measure: Callable[[int], float]) -> int:
-        seconds.extend(measure(streams) for streams in STREAMS)
-        return 0
-
-    monkeypatch.setattr(blocks, "choose_streams", choose)
-    device = np.full((1, 8, piece_bytes), 2, dtype=np.uint8)
-    host = np.full((8, 1, piece_bytes), 3, dtype=np.uint8)
-    BlockCopier([device], host)
-    assert len(seconds) == 2 * len(STREAMS)
-    assert min(seconds) > 0
-    assert (device == 2).all()
-    assert (host == 3).all()
-
-
-@needs_native
-def test_what_cannot_be_copied_in_turn_or_evicted_is_refused() -> None:
-    native: Any = load("_copies")
-    memory = SMALL.memory()
-    copier = native.BlockCopier(merge_views(memory.views)[0], memory.host)
-    before = memory.contents()
-    for streams in (-1, 9):
-        with pytest.raises(ValueError, match="in turn"):
-            copier.copy_rows(numbers([1]), numbers([1]), numbers([1]), True, streams, False)
-    assert memory.contents() == before
-    array = np.arange(1000, dtype=np.uint8)
-    native.evict(array)
-    native.evict(array[:0])
-    assert array.tolist() == np.arange(1000, dtype=np.uint8).tolist()
-    for bad in (array[::2], b"bytes", None):
-        with pytest.raises(TypeError):
-            native.evict(bad)
 
 
 # Threads.

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import logging
 
-import numpy as np
 import pytest
 
-from kvoffload.abc import DeviceSpec, LoadStoreSpec, TransferSpec
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.worker import OffloadingConnectorWorker
 from kvoffload.transfer.failed import FailedTransfer
+from tests.transfer.specs import job
 
-SPEC = TransferSpec("r", LoadStoreSpec("CPU", np.array([0])), DeviceSpec(np.array([7]), (1,), (0,)))
+SPEC = job([0], [7])
 
 
 @pytest.mark.parametrize("meta", [StepMeta(), StepMeta(stores={1: SPEC}), StepMeta(stores={1: SPEC}, fences=[1])])

@@ -7,8 +7,9 @@ import numpy as np
 from kvoffload.abc import ByteArray, PageGroup
 from kvoffload.transfer.follower import FollowerTransfer
 from kvoffload.transfer.inline import InlineTransfer
+from tests.transfer.specs import job
 
-from .test_inline import job, make_pool, noise
+from .test_inline import make_pool, noise
 
 
 def cache() -> list[ByteArray]:

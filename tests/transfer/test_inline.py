@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvoffload.abc import ByteArray, DeviceSpec, LoadStoreSpec, PageGroup, Placement, TransferSpec
+from kvoffload.abc import ByteArray, PageGroup, Placement, TransferSpec
 from kvoffload.host.pool import padded_slot_bytes
 from kvoffload.transfer import inline
 from kvoffload.transfer.blocks import merge_views
-from kvoffload.transfer.copies import copy_lists
 from kvoffload.transfer.inline import InlineTransfer
 from tests.clock import Clock
+from tests.transfer.specs import job, spec_of
 
 BLOCKS = 12
 
@@ -48,11 +48,6 @@ def mixed_layers() -> list[ByteArray]:
 
 
 LAYOUTS = [merged_layers, separate_layers, strided_layers, mixed_layers]
-
-
-def job(slots: Sequence[int], device_blocks: Sequence[int], first: int = 0) -> TransferSpec:
-    device = DeviceSpec(np.array(device_blocks, dtype=np.int64), (len(device_blocks),), (first,))
-    return TransferSpec("r", LoadStoreSpec("CPU", np.array(slots, dtype=np.int64)), device)
 
 
 def make_pool(views: Sequence[ByteArray], factor: int, num_slots: int = 6) -> ByteArray:
@@ -95,48 +90,6 @@ def test_round_trip(layout: Callable[[], list[ByteArray]], factor: int) -> None:
     assert all(block(views, i) == bytes(size) for i in untouched)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_bytes_between_the_pages_do_not_change(layout: Callable[[], list[ByteArray]]) -> None:
-    views = layout()
-    wholes = [view if view.base is None else view.base for view in views]
-    before = [whole.copy() for whole in wholes]
-    pages = [view[3].copy() for view in views]
-    pool = make_pool(views, 1)
-    pool[:] = 0xAA
-    assert run(InlineTransfer([PageGroup(views)], pool), job([0], [3]), is_store=False)
-    assert block(views, 3) == b"\xaa" * len(block(views, 3))
-    for view, page in zip(views, pages, strict=True):
-        view[3] = page
-    assert all(np.array_equal(whole, old) for whole, old in zip(wholes, before, strict=True))
-
-
-def test_a_job_may_begin_inside_a_block() -> None:
-    views = merged_layers()
-    pool = make_pool(views, 4)
-    transfer = InlineTransfer([PageGroup(views, 4)], pool)
-    stored = [8, 1, 7, 2, 6, 3, 5, 4]
-    want = [block(views, i) for i in stored]
-    assert run(transfer, job([2, 0], stored), is_store=True)
-    for view in views:
-        view[:] = 0
-    # The request's device blocks 7 to 11 are the last of its block 1 and all of its block 2.
-    assert run(transfer, job([2, 0], [10, 1, 2, 3, 4], first=7), is_store=False)
-    assert [block(views, i) for i in (10, 1, 2, 3, 4)] == want[3:]
-    assert not any(views[0][11])
-
-
-def test_a_job_may_end_inside_a_block() -> None:
-    views = merged_layers()
-    transfer = InlineTransfer([PageGroup(views, 4)], make_pool(views, 4))
-    want = [block(views, i) for i in (1, 2, 3, 4)]
-    assert run(transfer, job([0], [1, 2, 3, 4]), is_store=True)
-    for view in views:
-        view[:] = 0
-    assert run(transfer, job([0], [9, 8]), is_store=False)
-    assert [block(views, i) for i in (9, 8)] == want[:2]
-    assert block(views, 10) == bytes(len(want[0]))
-
-
 @pytest.mark.parametrize("is_store", [True, False])
 @pytest.mark.parametrize(
     ("slots", "blocks"),
@@ -174,11 +127,6 @@ def test_an_inconsistent_job_fails_and_copies_nothing(
     assert (pool == pool_before).all()
 
 
-def test_a_job_without_blocks_succeeds() -> None:
-    views = merged_layers()
-    assert run(InlineTransfer([PageGroup(views)], make_pool(views, 1)), job([], []), is_store=True)
-
-
 def test_a_result_has_the_number_of_bytes_copied() -> None:
     views = separate_layers()
     transfer = InlineTransfer([PageGroup(views)], make_pool(views, 1))
@@ -209,14 +157,6 @@ def test_a_busy_step_copies_for_a_share_of_its_time(busy: bool, per_poll: int) -
     assert copied == [min(8, (i + 1) * per_poll) for i in range(3)]
     assert ended == ([[], [1], [2]] if busy else [[1, 2], [], []])
     assert [pool[i, :48].tobytes() for i in range(8)] == [block(views, i) for i in range(8)]
-
-
-def test_a_busy_step_copies_at_least_one_piece() -> None:
-    views = merged_layers()
-    transfer = InlineTransfer([PageGroup(views)], make_pool(views, 1), Clock(), piece_bytes=1)
-    transfer.submit(1, job([0, 1], [0, 1]), is_store=False)
-    polls = [[result.job_id for result in transfer.poll(busy=True)] for _ in range(3)]
-    assert polls == [[], [1], []]
 
 
 def test_a_piece_takes_blocks_of_several_jobs() -> None:
@@ -273,61 +213,13 @@ def test_waiting_finishes_a_job_that_a_busy_step_began() -> None:
     assert [result.nbytes for result in transfer.poll(busy=True)] == [5 * 48]
 
 
-def test_closing_twice_does_no_harm() -> None:
-    views = merged_layers()
-    transfer = InlineTransfer([PageGroup(views)], make_pool(views, 1))
-    transfer.close()
-    transfer.close()
-
-
 def test_slots_that_are_too_small_for_a_block_are_refused() -> None:
     views = merged_layers()
     with pytest.raises(ValueError):
         InlineTransfer([PageGroup(views)], np.zeros((4, 47), dtype=np.uint8))
 
 
-# Copy lists, and merged layers.
-
-
-def pages(num_blocks: int, layers: int, page_bytes: int, factor: int = 1) -> PageGroup:
-    return PageGroup([np.zeros((num_blocks, page_bytes), dtype=np.uint8) for _ in range(layers)], factor)
-
-
-def groups_job(slots: list[int], *parts: tuple[list[int], int]) -> TransferSpec:
-    """Returns a job for several groups; a part is a group's device blocks and the index of the first of them."""
-    ids = np.array([block for blocks, _ in parts for block in blocks], dtype=np.int64)
-    device = DeviceSpec(ids, tuple(len(blocks) for blocks, _ in parts), tuple(first for _, first in parts))
-    return TransferSpec("r", LoadStoreSpec("CPU", np.array(slots, dtype=np.int64)), device)
-
-
-def test_a_copy_list_has_one_entry_per_device_block() -> None:
-    (copies,) = copy_lists(job([7, 3], [20, 21, 22, 23], first=6), [pages(30, 1, 8, factor=4)], 10)
-    assert copies.device_blocks.tolist() == [20, 21, 22, 23]
-    assert copies.slots.tolist() == [7, 7, 3, 3]
-    assert copies.parts.tolist() == [2, 3, 0, 1]
-
-
-def test_each_group_has_its_own_copy_list() -> None:
-    spec = groups_job([7, 3, 5], ([20, 21, 22], 1), ([], 0), ([9], 4))
-    first, last = copy_lists(spec, [pages(30, 1, 8, 2), pages(30, 1, 8), pages(30, 2, 8)], 10)
-    assert (first.group, first.slots.tolist(), first.parts.tolist()) == (0, [7, 3, 3], [1, 0, 1])
-    assert (last.group, last.device_blocks.tolist(), last.slots.tolist(), last.parts.tolist()) == (2, [9], [5], [0])
-
-
-@pytest.mark.parametrize(
-    "spec",
-    [
-        groups_job([0], ([1], 0)),
-        groups_job([0, 1], ([1], 0), ([2], 0), ([], 0)),
-        groups_job([0], ([1], 0), ([2], 0)),
-        groups_job([0, 1, 2], ([1], 0), ([2], 0)),
-        groups_job([0, 1], ([1], 0), ([30], 0)),
-        groups_job([0, 10], ([1], 0), ([2], 0)),
-    ],
-)
-def test_a_spec_that_does_not_fit_the_groups_is_refused(spec: TransferSpec) -> None:
-    with pytest.raises(ValueError):
-        copy_lists(spec, [pages(30, 1, 8), pages(30, 1, 8)], 10)
+# Several groups, and merged layers.
 
 
 def test_round_trip_of_a_job_with_several_groups() -> None:
@@ -340,12 +232,12 @@ def test_round_trip_of_a_job_with_several_groups() -> None:
     ]
     pool = np.zeros((6, max(group.block_bytes for group in groups)), dtype=np.uint8)
     transfer = InlineTransfer(groups, pool)
-    assert run(transfer, groups_job([4, 1, 0, 2], ([1, 2, 3], 1), ([5], 0), ([7], 3)), is_store=True)
+    assert run(transfer, spec_of([4, 1, 0, 2], ([1, 2, 3], 1), ([5], 0), ([7], 3)), is_store=True)
     before = [[view.copy() for view in group.views] for group in groups]
     for group in groups:
         for view in group.views:
             view[:] = 0
-    assert run(transfer, groups_job([4, 1, 0, 2], ([1, 2, 3], 1), ([5], 0), ([7], 3)), is_store=False)
+    assert run(transfer, spec_of([4, 1, 0, 2], ([1, 2, 3], 1), ([5], 0), ([7], 3)), is_store=False)
     for g, blocks in ((0, [1, 2, 3]), (2, [7])):
         for view, right in zip(groups[g].views, before[g], strict=True):
             assert np.array_equal(view[blocks], right[blocks])
@@ -424,13 +316,6 @@ def test_neighbouring_layers_become_one_array(layout: Callable[[], list[ByteArra
     for page, view in zip((page for run in merged for page in run), views, strict=True):
         assert np.array_equal(page, view)
         assert np.shares_memory(page, view)
-
-
-def test_layers_in_another_order_are_not_confused() -> None:
-    a, b, c = merged_layers()
-    views = [c, a, b]
-    merged = merge_views(views)[0]
-    assert [page.tobytes() for run in merged for page in run] == [view.tobytes() for view in views]
 
 
 def test_layers_live_as_long_as_the_transfer() -> None:

@@ -110,10 +110,11 @@ class Evictor:
 
     def remove(self, slots: Slots) -> None:
         """Removes blocks that leave for another reason than eviction."""
-        self._policy.remove(self._without_duplicates(slots))
+        self._policy.remove(self._known(slots))
         self.duplicates.discard(slots)
 
-    def _without_duplicates(self, slots: Slots) -> Slots:
+    def _known(self, slots: Slots) -> Slots:
+        """Returns those of ``slots`` that the policy knows: not the duplicates, which are lent."""
         return slots[~self.duplicates.holds[slots]] if self.duplicates.num else slots
 
     def mark_busy(self, slots: Slots) -> None:
@@ -121,7 +122,7 @@ class Evictor:
 
     def mark_evictable(self, slots: Slots) -> None:
         """Tells that blocks are not busy any more."""
-        self._policy.mark_evictable(self._without_duplicates(slots))
+        self._policy.mark_evictable(self._known(slots))
 
     def note_device(self, held: Sequence[OffloadKey], left: Sequence[OffloadKey]) -> None:
         """Takes the blocks that the device ``held``, head first, out of the policy's order, and puts in again those
@@ -133,13 +134,10 @@ class Evictor:
         slots = self._table.find(held)
         slots = self._table.distinct(slots[slots >= 0])[::-1]
         if len(slots) and len(new := self.duplicates.add(slots)):
-            self._lend(new)
+            self._policy.lend(new)
 
     def _take_back(self, slots: Slots) -> None:
         self._policy.insert(slots, self._key_of[slots].tolist())
-
-    def _lend(self, slots: Slots) -> None:
-        self._policy.lend(slots)
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless the policy orders all blocks but the duplicates."""
@@ -148,10 +146,7 @@ class Evictor:
             raise IntegrityError("the number of duplicates is wrong")
         if np.count_nonzero(self.duplicates.holds[slots]) != self.duplicates.num:
             raise IntegrityError("a duplicate is no block")
-        self._check_policy(slots)
-
-    def _check_policy(self, slots: Slots) -> None:
-        self._policy.check_integrity(self._without_duplicates(slots))
+        self._policy.check_integrity(self._known(slots))
 
     def num_storable(self, key: OffloadKey) -> int:
         """Returns how many blocks of the tenant of ``key`` could be stored now."""
@@ -205,24 +200,14 @@ class SharedRoom(Evictor):
         self._tenants.evict_early(slots)
         self.duplicates.discard(slots)
 
-    def remove(self, slots: Slots) -> None:
-        self._tenants.remove(slots)
-        self.duplicates.discard(slots)
+    def _known(self, slots: Slots) -> Slots:
+        return slots
 
     def mark_busy(self, slots: Slots) -> None:
         self._tenants.mark_busy(slots)
 
-    def mark_evictable(self, slots: Slots) -> None:
-        self._tenants.mark_evictable(slots)
-
     def _take_back(self, slots: Slots) -> None:
         self._tenants.take_back(slots)
-
-    def _lend(self, slots: Slots) -> None:
-        self._tenants.lend(slots)
-
-    def _check_policy(self, slots: Slots) -> None:
-        self._tenants.check_integrity(slots)
 
     def num_storable(self, key: OffloadKey) -> int:
         return self._tenants.num_storable(key, self.backend.get_num_free_blocks())

@@ -166,30 +166,15 @@ def check_budgets(tenants: Sequence[TenantConfig], budgets: Mapping[str, int | N
     for tier, budget in budgets.items():
         if budget is None:
             continue
-        total = sum(tenant.guaranteed.get(tier, 0) for tenant in tenants)
-        if total > budget:
-            raise ConfigError(
-                "tenants",
-                NOT_SET,
-                f"{format_bytes(total)} of {tier} are guaranteed, more than the {format_bytes(budget)} of its budget",
-                "lower some, or raise the budget",
-            )
-        if (retained := sum(tenant.retain.get(tier, 0) for tenant in tenants)) > budget * RETAIN_SHARE:
-            raise ConfigError(
-                "tenants",
-                NOT_SET,
-                f"{format_bytes(retained)} of {tier} may be retained, more than half of its budget "
-                f"of {format_bytes(budget)}",
-                "lower some, or raise the budget",
-            )
-        if (total := sum(tenant.claim(tier) for tenant in tenants)) > budget:
-            raise ConfigError(
-                "tenants",
-                NOT_SET,
-                f"{format_bytes(total)} of {tier} are guaranteed or may be retained, more than the "
-                f"{format_bytes(budget)} of its budget",
-                "lower some, or raise the budget",
-            )
+        whole, half = f"the {format_bytes(budget)} of its budget", f"half of its budget of {format_bytes(budget)}"
+        for what, amounts, most, limit in (
+            ("are guaranteed", [tenant.guaranteed.get(tier, 0) for tenant in tenants], budget, whole),
+            ("may be retained", [tenant.retain.get(tier, 0) for tenant in tenants], budget * RETAIN_SHARE, half),
+            ("are guaranteed or may be retained", [tenant.claim(tier) for tenant in tenants], budget, whole),
+        ):
+            if sum(amounts) > most:
+                fault = f"{format_bytes(sum(amounts))} of {tier} {what}, more than {limit}"
+                raise ConfigError("tenants", NOT_SET, fault, "lower some, or raise the budget")
 
 
 KeysOfTenant: TypeAlias = tuple[int, Sequence[OffloadKey], npt.NDArray[np.bool_] | None]
@@ -222,17 +207,12 @@ class Shares:
                 f"{sum(self.guaranteed)} blocks are guaranteed, and the tier has {self.num_blocks}",
                 "lower what is guaranteed",
             )
-        for name, guaranteed, quota in zip(self.names, self.guaranteed, self.quota, strict=True):
+        for name, guaranteed, quota, retain in zip(self.names, self.guaranteed, self.quota, self.retain, strict=True):
             if not max(1, guaranteed) <= quota <= self.num_blocks:
                 raise ConfigError(f"tenants.{name}", NOT_SET, f"its quota has room for {quota} blocks", "raise it")
-        for name, retain, quota in zip(self.names, self.retain, self.quota, strict=True):
             if retain > quota * RETAIN_SHARE:
-                raise ConfigError(
-                    f"tenants.{name}",
-                    NOT_SET,
-                    f"{retain} blocks may be retained, more than half of its {quota}",
-                    "lower that",
-                )
+                fault = f"{retain} blocks may be retained, more than half of its {quota}"
+                raise ConfigError(f"tenants.{name}", NOT_SET, fault, "lower that")
         if self.num_unclaimed < 0 or sum(self.retain) > self.num_blocks * RETAIN_SHARE:
             raise ConfigError(
                 "tenants",

@@ -1,6 +1,6 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
-"""The parts of policies: lists, ghosts, shadows and queues of keys, and the steps of ``AutoPolicy``. ``reference``,
-``tournament`` and ``auto`` document the methods.
+"""The parts of policies: lists, ghosts, shadows and queues of keys. ``reference`` and ``tournament`` document the
+methods.
 
 Pointers go into numpy arrays that each object owns, so memory is freed with the object. Every slot and entry that a
 caller gives is checked against the size of the arrays. No Python code, which could change the object or what it was
@@ -62,24 +62,6 @@ cdef int hash_into(PyObject** keys, Py_ssize_t n, uint64_t* hashes, bint of_name
     return 0
 
 
-cdef bint is_of_first_group(PyObject* key) except -1:
-    if PyBytes_CheckExact(<object>key):
-        if PyBytes_GET_SIZE(<object>key) < GROUP_BYTES:
-            return False
-        return memcmp(
-            PyBytes_AS_STRING(<object>key) + PyBytes_GET_SIZE(<object>key) - GROUP_BYTES, <char*>FIRST_GROUP, GROUP_BYTES
-        ) == 0
-    return (<object>key).endswith(FIRST_GROUP)
-
-
-cdef bint seem_of_several_groups(PyObject** keys, Py_ssize_t n) except -1:
-    cdef Py_ssize_t i
-    for i in range(min(n, 2)):
-        if not is_of_first_group(keys[i]) or not is_of_first_group(keys[n - 1 - i]):
-            return True
-    return False
-
-
 def hash_keys(keys):
     fast = owned(keys)
     cdef Py_ssize_t n = PySequence_Fast_GET_SIZE(fast), i
@@ -89,25 +71,12 @@ def hash_keys(keys):
     return result
 
 
-def key_hashes(keys):
+def key_hashes(keys, bint of_names=False):
     fast = owned(keys)
     cdef Py_ssize_t n = PySequence_Fast_GET_SIZE(fast)
     cdef cnp.ndarray result = new_array(n, cnp.NPY_UINT64)
-    hash_into(PySequence_Fast_ITEMS(fast), n, uint64s(result), False)
+    hash_into(PySequence_Fast_ITEMS(fast), n, uint64s(result), of_names)
     return result
-
-
-cdef bint same_keys(a, b) except -1:
-    one, other = PySequence_Fast(a, b"keys must be a sequence"), PySequence_Fast(b, b"keys must be a sequence")
-    cdef Py_ssize_t n = PySequence_Fast_GET_SIZE(one), i
-    cdef PyObject** items = PySequence_Fast_ITEMS(one)
-    cdef PyObject** others = PySequence_Fast_ITEMS(other)
-    if n != PySequence_Fast_GET_SIZE(other):
-        return False
-    for i in range(n):
-        if not is_same_bytes(items[i], others[i]):
-            return False
-    return True
 
 
 def same_starts(keys, Py_ssize_t n):
@@ -255,21 +224,6 @@ cdef class GhostTable:
             return -1
         return entry
 
-    cdef void _find_all(self, const uint64_t* hs, Py_ssize_t n, int64_t* to) noexcept:
-        cdef Py_ssize_t start = 0, stop, i
-        while start < n:
-            stop = min(n, start + CHUNK)
-            for i in range(start, stop):
-                kvo_prefetch(self._buckets[self._bucket_of(hs[i])].tags)
-            for i in range(start, stop):
-                to[i] = self._find(hs[i])
-            start = stop
-
-    cdef void _find_again(self, const uint64_t* hs, Py_ssize_t n, int64_t* entries) noexcept:
-        cdef Py_ssize_t i
-        for i in range(n):
-            entries[i] = self._find(hs[i]) if entries[i] >= 0 else -1
-
     cdef inline int64_t _stamp(self, int64_t entry) noexcept:
         return self._base + (self._buckets[entry // WAYS].times[entry % WAYS].stamp >> CLASS_BITS)
 
@@ -284,9 +238,18 @@ cdef class GhostTable:
         )
 
     cdef cnp.ndarray _entries(self, object hashes):
+        """Returns the entry of each hash, or -1."""
         cdef cnp.ndarray given = hashes_of(hashes)
-        cdef cnp.ndarray result = new_int64(cnp.PyArray_DIM(given, 0))
-        self._find_all(uint64s(given), cnp.PyArray_DIM(given, 0), int64s(result))
+        cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), start = 0, stop, i
+        cdef cnp.ndarray result = new_int64(n)
+        cdef uint64_t* hs = uint64s(given)
+        while start < n:
+            stop = min(n, start + CHUNK)
+            for i in range(start, stop):
+                kvo_prefetch(self._buckets[self._bucket_of(hs[i])].tags)
+            for i in range(start, stop):
+                int64s(result)[i] = self._find(hs[i])
+            start = stop
         return result
 
     def stamps(self, hashes):
@@ -306,27 +269,30 @@ cdef class GhostTable:
         return result
 
     def use(self, hashes, int64_t now):
-        cdef cnp.ndarray entries = self._entries(hashes)
-        self._use(int64s(entries), cnp.PyArray_DIM(entries, 0), now)
-
-    cdef void _use(self, const int64_t* entries, Py_ssize_t n, int64_t now) noexcept:
+        cdef cnp.ndarray result = self._entries(hashes)
+        cdef int64_t* at = int64s(result)
         cdef Py_ssize_t i
         self._reach(now)
-        for i in range(n):
-            if entries[i] >= 0:
-                self._set(entries[i], now, gap_class(now - self._stamp(entries[i])))
+        for i in range(cnp.PyArray_DIM(result, 0)):
+            if at[i] >= 0:
+                self._set(at[i], now, gap_class(now - self._stamp(at[i])))
 
     cdef inline void _reach(self, int64_t stamp) noexcept:
         """Moves the base, if ``stamp`` is too far from it."""
         if stamp - self._base >= STAMPS:
             self._move_base(stamp - STAMPS // 2)
 
-    def remove(self, hashes):
-        cdef cnp.ndarray entries = self._entries(hashes)
+    def take(self, hashes):
+        cdef cnp.ndarray result = self._entries(hashes)
+        cdef int64_t* at = int64s(result)
         cdef Py_ssize_t i
-        for i in range(cnp.PyArray_DIM(entries, 0)):
-            if int64s(entries)[i] >= 0:
-                self._remove(int64s(entries)[i])
+        cdef int gap
+        for i in range(cnp.PyArray_DIM(result, 0)):
+            gap = self._class(at[i])
+            if at[i] >= 0:
+                self._remove(at[i])
+            at[i] = gap
+        return result
 
     cdef inline void _remove(self, int64_t entry) noexcept:
         self._buckets[entry // WAYS].tags[entry % WAYS] = 0
@@ -337,23 +303,20 @@ cdef class GhostTable:
 
     def add(self, hashes, stamps, classes=None):
         cdef cnp.ndarray given = hashes_of(hashes), times = numbers(stamps)
-        cdef cnp.ndarray gaps = None if classes is None else numbers(classes)
-        cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0)
-        if cnp.PyArray_DIM(times, 0) != n:
-            raise IndexError("there must be as many stamps as hashes")
-        if gaps is not None:
-            check_classes(gaps, n)
-        self._add(uint64s(given), int64s(times), NULL if gaps is None else int64s(gaps), n, False)
-
-    cdef void _add(
-        self, const uint64_t* hs, const int64_t* ts, const int64_t* classes, Py_ssize_t n, bint new
-    ) noexcept:
-        cdef Py_ssize_t begin = max(0, n - self._capacity), start, stop, i
+        cdef cnp.ndarray known = None if classes is None else numbers(classes)
+        cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), start, stop, i
+        cdef uint64_t* hs = uint64s(given)
+        cdef int64_t* ts = int64s(times)
+        cdef Py_ssize_t begin = max(0, n - self._capacity)
         cdef uint64_t homes[CHUNK]
         cdef uint8_t gaps[CHUNK]
         cdef int64_t entry, latest = self._base
         cdef Bucket* bucket
         cdef uint8_t way
+        if cnp.PyArray_DIM(times, 0) != n:
+            raise IndexError("there must be as many stamps as hashes")
+        if known is not None:
+            check_classes(known, n)
         for i in range(begin, n):
             latest = max(latest, ts[i])
         self._reach(latest)
@@ -364,14 +327,14 @@ cdef class GhostTable:
             stop = min(n, start + CHUNK)
             for i in range(start, stop):
                 homes[i - start] = self._bucket_of(hs[i])
-                gaps[i - start] = classes[i] if classes != NULL else 0
+                gaps[i - start] = 0 if known is None else int64s(known)[i]
                 bucket = &self._buckets[homes[i - start]]
                 kvo_prefetch_write(bucket.tags)
                 kvo_prefetch_write(&bucket.times[self._next_way[homes[i - start]] % WAYS])
             for i in range(start, stop):
-                entry = -1 if new else self._locate(homes[i - start], hs[i])
+                entry = self._locate(homes[i - start], hs[i])
                 if entry >= 0:
-                    if classes == NULL and not self._is_forgotten(entry):
+                    if known is None and not self._is_forgotten(entry):
                         gaps[i - start] = self._class(entry)
                     self._remove(entry)
                 if self._next_way[homes[i - start]] & DISORDERED:
@@ -450,10 +413,7 @@ cdef class ReturnRates:
         check_class(gap)
         self._waiting[gap][age_bin(age)] += 1
 
-    def update(self, double decay):
-        self._update(decay)
-
-    cdef void _update(self, double decay) noexcept:
+    cpdef void update(self, double decay) noexcept:
         cdef double spent[CLASSES][AGES]
         cdef double pooled_returned[AGES]
         cdef double pooled_spent[AGES]
@@ -524,43 +484,6 @@ cdef struct RuleNumbers:
     bint has_share
     int64_t quota
 
-cdef struct Plan:
-    int64_t evict_once
-    int64_t evict_again
-    int64_t drop_once
-    int64_t drop_again
-
-
-cdef RuleNumbers numbers_of(rule, capacity) except *:
-    cdef RuleNumbers result
-    result.by_gap = rule.by_gap
-    result.has_share = rule.share is not None
-    result.quota = rule.quota(capacity) if result.has_share else 0
-    return result
-
-
-cdef Plan planned(
-    const RuleNumbers* rule, int64_t once, int64_t again, int64_t new_once, int64_t new_again, int64_t need
-) noexcept:
-    """Does what ``tournament.plan`` does."""
-    cdef Plan made
-    cdef int64_t left, more
-    made.evict_once = min(need, once, max(<int64_t>0, once + new_once - rule.quota))
-    made.drop_once = min(
-        need - made.evict_once, new_once, max(<int64_t>0, once - made.evict_once + new_once - rule.quota)
-    )
-    left = need - made.drop_once - made.evict_once
-    made.evict_again = min(left, again)
-    left -= made.evict_again
-    more = min(left, new_once - made.drop_once)
-    made.drop_once += more
-    left -= more
-    more = min(left, once - made.evict_once)
-    made.evict_once += more
-    made.drop_again = min(left - more, new_again)
-    return made
-
-
 cdef class Shadows:
     """One table of names for all shadows. All names are in two lists: on the device, and off it in the order in which
     they left. What a shadow holds is in lists of its own: one for LRU, two for rules with a share, or one per class."""
@@ -593,7 +516,9 @@ cdef class Shadows:
         if self._num_rules > MAX_RULES:
             raise ValueError(f"{len(rules)} rules: there can be {MAX_RULES}")
         for r, rule in enumerate(rules):
-            self._rules[r] = numbers_of(rule, host)
+            self._rules[r].by_gap = rule.by_gap
+            self._rules[r].has_share = rule.share is not None
+            self._rules[r].quota = rule.quota(host) if self._rules[r].has_share else 0
         self._resize(64, 0)
         self._clock = self._request = self._num_accesses = 0
         self._next_update = reference.next_update(0, host + device)
@@ -843,7 +768,7 @@ cdef class Shadows:
                 node = &self._nodes[self._table[i]]
                 self.rates._waiting[node.gap][age_bin(self._clock - node.stamp)] += 1
         self._next_update = reference.next_update(self._num_accesses, capacity)
-        self.rates._update(0.5 ** (<double>(self._next_update - before) / (RATES_HALF_LIFE * capacity)))
+        self.rates.update(0.5 ** (<double>(self._next_update - before) / (RATES_HALF_LIFE * capacity)))
         return 0
 
 
@@ -1242,6 +1167,16 @@ cdef class Lists:
             if member.newer >= 0:
                 kvo_prefetch_write(&self._members[member.newer])
 
+    def move_to_end(self, slots):
+        cdef cnp.ndarray given = checked(slots, self._capacity)
+        cdef int64_t* at = int64s(given)
+        cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), i
+        for i in range(n):
+            self._prefetch(at, i, n)
+            if self._members[at[i]].stamp != ABSENT:
+                self._append(at[i], self._which(at[i]), self._clock + i)
+        self._clock += n
+
     def discard(self, slots):
         cdef cnp.ndarray given = checked(slots, self._capacity)
         cdef int64_t* at = int64s(given)
@@ -1310,20 +1245,29 @@ cdef class Lists:
         else:
             self._unlink(slot)
 
-    cdef tuple _pop(self, Py_ssize_t n, busy, bint from_once, bint from_again, ReturnRates rates=None):
+    cdef tuple _pop(self, Py_ssize_t n, busy, Py_ssize_t num_once=0, bint is_shared=False, ReturnRates rates=None):
+        """``pop_oldest``, ``pop_shared`` and, with ``rates``, ``pop_least``."""
         cdef cnp.ndarray marks = flags(busy, self._capacity)
-        n = max(0, min(n, from_once * self.num_once + from_again * self.num_again))
+        n = max(0, min(n, self.num_once + self.num_again))
         cdef cnp.ndarray slots = new_int64(n), positions = new_int64(n)
-        n = self._pop_into(int64s(slots), int64s(positions), n, bools(marks), from_once, from_again, rates)
-        return first(slots, n), first(positions, n)
+        cdef int64_t* to = int64s(slots)
+        cdef int64_t* at = int64s(positions)
+        cdef Py_ssize_t popped = 0
+        if is_shared:
+            popped = self._pop_into(to, at, max(0, min(n, num_once)), bools(marks), 0, 1, None)
+            popped += self._pop_into(to + popped, at + popped, n - popped, bools(marks), 1, self._num_lists, None)
+            popped += self._pop_into(to + popped, at + popped, n - popped, bools(marks), 0, 1, None)
+        else:
+            popped = self._pop_into(to, at, n, bools(marks), 0, self._num_lists, rates)
+        return first(slots, popped), first(positions, popped)
 
     cdef Py_ssize_t _pop_into(
-        self, int64_t* slots, int64_t* positions, Py_ssize_t n, const uint8_t* is_busy, bint from_once, bint from_again,
+        self, int64_t* slots, int64_t* positions, Py_ssize_t n, const uint8_t* is_busy, int begin, int end,
         ReturnRates rates,
     ) noexcept:
-        """Returns how many of at most ``n`` members it has removed: always the oldest one or, with ``rates``, that of
-        the list whose oldest member has the lowest value."""
-        cdef int which, begin = not from_once, end = self._num_lists if from_again else 1
+        """Returns how many of at most ``n`` members of the lists from ``begin`` to ``end`` it has removed: always the
+        oldest one or, with ``rates``, that of the list whose oldest member has the lowest value."""
+        cdef int which
         cdef Py_ssize_t popped = 0
         cdef int64_t slot
         cdef int64_t fronts[CLASSES]
@@ -1402,21 +1346,10 @@ cdef class GapLists(Lists):
         self._make_lists(CLASSES)
 
     def begin(self, double time_s):
-        return self._begin(time_s)
-
-    cdef inline int64_t _begin(self, double time_s) noexcept:
         cdef double ticks = time_s * TICKS_PER_S
         if self._clock < ticks < MAX_TICKS:
             self._clock = <int64_t>ticks
         return self._clock
-
-    def classes_since(self, positions):
-        cdef cnp.ndarray given = numbers(positions)
-        cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), i
-        cdef cnp.ndarray result = new_int64(n)
-        for i in range(n):
-            int64s(result)[i] = gap_class(self._clock - int64s(given)[i])
-        return result
 
     def tick(self, Py_ssize_t n):
         self._clock += n
@@ -1454,40 +1387,31 @@ cdef class GapLists(Lists):
             int64s(result)[i] = self._which(int64s(given)[i]) if self._members[int64s(given)[i]].stamp != ABSENT else 0
         return result
 
-    def move_to_end(self, slots):
-        cdef cnp.ndarray given = checked(slots, self._capacity)
-        cdef int64_t* at = int64s(given)
-        cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), i
-        for i in range(n):
-            self._prefetch(at, i, n)
-            if self._members[at[i]].stamp != ABSENT:
-                self._append(at[i], self._which(at[i]), self._clock + i)
-        self._clock += n
-
     def pop_oldest(self, Py_ssize_t n, busy):
-        return self._pop(n, busy, True, True)
+        return self._pop(n, busy)
+
+    def pop_shared(self, Py_ssize_t n, Py_ssize_t num_once, busy):
+        return self._pop(n, busy, num_once, True)
 
     def pop_least(self, Py_ssize_t n, busy, ReturnRates rates not None):
-        return self._pop(n, busy, True, True, rates)
+        return self._pop(n, busy, 0, False, rates)
 
     def num_refused(self, classes, stamps, Py_ssize_t shortage, ReturnRates rates not None):
-        cdef cnp.ndarray gaps = numbers(classes), times = numbers(stamps)
-        check_classes(gaps, cnp.PyArray_DIM(times, 0))
-        return self._num_refused(int64s(gaps), int64s(times), cnp.PyArray_DIM(gaps, 0), shortage, rates)
-
-    cdef Py_ssize_t _num_refused(
-        self, const int64_t* gaps, const int64_t* stamps, Py_ssize_t n, Py_ssize_t shortage, ReturnRates rates
-    ) noexcept:
+        cdef cnp.ndarray given = numbers(classes), times = numbers(stamps)
+        cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), refused = 0, i
+        cdef int64_t* gaps = int64s(given)
         cdef int64_t fronts[CLASSES]
         cdef int64_t ticks[CLASSES]
         cdef int which
-        cdef Py_ssize_t refused = 0, i
+        check_classes(given, cnp.PyArray_DIM(times, 0))
         for which in range(CLASSES):
             fronts[which] = self._oldest[which]
             ticks[which] = self._position_or_end(fronts[which])
         for i in range(shortage):
             which = self._least(ticks, 0, CLASSES, rates)
-            if refused < n and self._value(<int>gaps[refused], stamps[refused], rates) < self._value(which, ticks[which], rates):
+            if refused < n and self._value(<int>gaps[refused], int64s(times)[refused], rates) < self._value(
+                which, ticks[which], rates
+            ):
                 refused += 1
             elif ticks[which] == NO_END:
                 break
@@ -1495,12 +1419,6 @@ cdef class GapLists(Lists):
                 fronts[which] = self._members[fronts[which]].newer
                 ticks[which] = self._position_or_end(fronts[which])
         return refused
-
-    def pop_once(self, Py_ssize_t n, busy):
-        return self._pop(n, busy, True, False)
-
-    def pop_again(self, Py_ssize_t n, busy):
-        return self._pop(n, busy, False, True)
 
     def check_integrity(self, slots):
         self._check(set(slots.tolist()))
@@ -1521,10 +1439,6 @@ cdef class RecencyList(Lists):
     def __len__(self):
         return self.num_once
 
-    def __sizeof__(self):
-        """Includes the arrays."""
-        return object.__sizeof__(self) + self._memory.nbytes + self._heap(0).memory.nbytes
-
     def holds(self, slots):
         cdef cnp.ndarray given = checked(slots, self._capacity)
         cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), i
@@ -1534,273 +1448,17 @@ cdef class RecencyList(Lists):
         return result
 
     def append(self, slots):
-        self._move(slots, False)
-
-    def move_to_end(self, slots):
-        self._move(slots, True)
-
-    cdef int _move(self, slots, bint members_only) except -1:
         cdef cnp.ndarray given = checked(slots, self._capacity)
-        cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), i
         cdef int64_t* at = int64s(given)
+        cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), i
         for i in range(n):
             self._prefetch(at, i, n)
-            if members_only and self._members[at[i]].stamp == ABSENT:
-                continue
-            self._append(at[i], 0, self._clock)
-            self._clock += 1
-        return 0
+            self._append(at[i], 0, self._clock + i)
+        self._clock += n
 
     def pop_oldest(self, Py_ssize_t n, busy):
-        return self._pop(n, busy, True, False)[0]
+        return self._pop(n, busy)[0]
 
     def check_integrity(self):
         stamps = np.frombuffer(self._memory, dtype=np.int64)[:: sizeof(Member) // sizeof(int64_t)]
         self._check(set(np.flatnonzero(stamps != ABSENT).tolist()))
-
-
-# The policy.
-
-cdef class Absent:
-    """Absent keys, tail first, their hashes, and where their ghosts were found. The list of keys is not changed."""
-
-    cdef object keys
-    cdef cnp.ndarray hash_memory, entry_memory
-    cdef uint64_t* hashes
-    cdef int64_t* entries
-    cdef Py_ssize_t n
-
-    def __cinit__(self):
-        self.keys = ()
-
-    cdef int resize(self, Py_ssize_t n) except -1:
-        self.hash_memory, self.entry_memory = new_array(n, cnp.NPY_UINT64), new_int64(n)
-        self.n = n
-        self.hashes = uint64s(self.hash_memory)
-        self.entries = int64s(self.entry_memory)
-        return 0
-
-
-cdef class AutoSteps:
-    """The methods of ``AutoPolicy`` that run per request. Each takes one or two passes over the blocks."""
-
-    cdef readonly GapLists _lists
-    cdef readonly GhostTable _ghosts
-    cdef readonly cnp.ndarray _hash_of
-    cdef public object _tournament
-    cdef public Absent _last
-    cdef public bint _has_shared_names
-    cdef uint64_t* _hashes
-    """In ``_hash_of``."""
-    cdef Py_ssize_t _capacity
-    cdef public int64_t full
-    cdef public bint must_store
-    cdef object _rule
-    cdef int64_t _rule_full
-    cdef RuleNumbers _numbers
-    """Of ``_rule``."""
-
-    def __cinit__(self, Py_ssize_t capacity, *args, **kwargs):
-        from kvoffload.cache.policies.tournament import GHOSTS
-
-        self._capacity = self.full = capacity
-        self._lists = GapLists(capacity)
-        self._ghosts = GhostTable(GHOSTS * capacity)
-        self._hash_of = np.zeros(capacity, dtype=np.uint64)
-        self._hashes = uint64s(self._hash_of)
-
-    def put_behind(self, device_blocks):
-        from kvoffload.cache.policies.tournament import GHOSTS
-
-        self._ghosts = GhostTable(GHOSTS * (self._capacity + device_blocks))
-        self._tournament.begin(self._capacity, device_blocks)
-
-    cdef RuleNumbers* _current(self) except NULL:
-        """Returns the numbers of the rule that the tournament has chosen."""
-        rule = self._tournament.rule
-        if rule is not self._rule or self.full != self._rule_full:
-            self._numbers = numbers_of(rule, self.full)
-            self._rule, self._rule_full = rule, self.full
-        return &self._numbers
-
-    def access(self, access):
-        # A copy, which nothing else can change meanwhile.
-        cdef cnp.ndarray found = cnp.PyArray_NewCopy(numbers(access.found), cnp.NPY_CORDER), chain
-        cdef Py_ssize_t n = cnp.PyArray_DIM(found, 0), i, k = 0
-        cdef PyObject** items
-        cdef int64_t* at = int64s(found)
-        cdef uint64_t* hashes
-        cdef Absent absent
-        cdef list missing
-        cdef int64_t now
-        for i in range(n):
-            k += at[i] < 0
-            if at[i] >= self._capacity:
-                raise IndexError(f"slot {at[i]} is not below {self._capacity}")
-        missing = PyList_New(k)
-        keys = owned(access.keys)
-        if PySequence_Fast_GET_SIZE(keys) != n:
-            raise IndexError(f"{PySequence_Fast_GET_SIZE(keys)} keys need as many slots, not {n}")
-        items = PySequence_Fast_ITEMS(keys)
-        chain = new_array(n, cnp.NPY_UINT64)
-        hashes = uint64s(chain)
-        now = self._lists._begin(access.time)
-        if k == 0:
-            for i in range(n):
-                hashes[i] = self._hashes[at[i]]
-            self._tournament.observe(chain, self.full, now, self.must_store)
-        else:
-            for i in range(n):
-                if at[i] < 0:
-                    k -= 1
-                    increment(items[i])
-                    set_item(missing, k, items[i])
-            absent = self._absent(missing)
-            k = absent.n
-            for i in range(n):
-                if at[i] < 0:
-                    k -= 1
-                    hashes[i] = absent.hashes[k]
-                else:
-                    hashes[i] = self._hashes[at[i]]
-            self._tournament.observe(chain, self.full, now, self.must_store)
-            self._ghosts._use(absent.entries, absent.n, now)
-        self._lists.use(access.slots, access.ready)
-
-    def insert(self, slots, keys):
-        cdef cnp.ndarray given = numbers(slots)
-        cdef int64_t* at
-        cdef Absent absent = self._absent(keys)
-        cdef Py_ssize_t i
-        cdef int gap
-        self._last = None
-        check_indices(given, self._capacity)
-        at = int64s(given)
-        if cnp.PyArray_DIM(given, 0) != absent.n:
-            raise IndexError(f"{absent.n} keys need as many slots, not {cnp.PyArray_DIM(given, 0)}")
-        for i in range(absent.n):
-            self._lists._prefetch(at, i, absent.n)
-            gap = self._ghosts._class(absent.entries[i])
-            if absent.entries[i] >= 0 and not self._has_shared_names:
-                self._ghosts._remove(absent.entries[i])
-            self._hashes[at[i]] = absent.hashes[i]
-            self._lists._append(at[i], gap, self._lists._clock + i)
-        self._lists._clock += absent.n
-
-    def reorder(self, slots, new):
-        self._lists.move_to_end(slots)
-
-    def mark_evictable(self, slots):
-        self._lists.mark_evictable(slots)
-
-    def admit(self, keys, int64_t shortage):
-        cdef RuleNumbers* rule = self._current()
-        if rule.by_gap:
-            return self._admit_by_gap(self._absent(keys), shortage, self._tournament.shadows.rates)
-        if not rule.has_share:
-            return None
-        cdef Absent absent = self._absent(keys)
-        cdef int64_t again = self._lists.num_again, new_again = self._num_returning(absent)
-        cdef Plan made = planned(
-            rule, self._lists.num_once, again, absent.n - new_again, new_again, shortage
-        )
-        if not (made.drop_once or made.drop_again):
-            return None
-        cdef cnp.ndarray admitted = new_array(absent.n, cnp.NPY_BOOL)
-        cdef uint8_t* to = <uint8_t*>cnp.PyArray_DATA(admitted)
-        cdef Py_ssize_t i
-        cdef int64_t* left
-        for i in range(absent.n):
-            left = &made.drop_again if self._ghosts._class(absent.entries[i]) else &made.drop_once
-            to[i] = left[0] <= 0
-            left[0] -= 1
-        return admitted
-
-    cdef cnp.ndarray _admit_by_gap(self, Absent absent, int64_t shortage, ReturnRates rates):
-        cdef cnp.ndarray gaps = new_int64(absent.n), stamps = new_int64(absent.n), admitted
-        cdef Py_ssize_t i, refused
-        for i in range(absent.n):
-            int64s(gaps)[i] = self._ghosts._class(absent.entries[i])
-            int64s(stamps)[i] = self._ghosts._stamp(absent.entries[i]) if absent.entries[i] >= 0 else self._lists._clock
-        refused = self._lists._num_refused(int64s(gaps), int64s(stamps), absent.n, shortage, rates)
-        if refused == 0:
-            return None
-        admitted = new_array(absent.n, cnp.NPY_BOOL)
-        memset(cnp.PyArray_DATA(admitted), 1, absent.n)
-        memset(cnp.PyArray_DATA(admitted), 0, refused)
-        return admitted
-
-    cdef int64_t _num_returning(self, Absent absent) noexcept:
-        cdef int64_t num = 0
-        cdef Py_ssize_t i
-        for i in range(absent.n):
-            num += self._ghosts._class(absent.entries[i]) > 0
-        return num
-
-    def evict(self, eviction):
-        cdef Py_ssize_t n = eviction.n, popped = 0
-        cdef cnp.ndarray marks, slots, positions, hashes
-        cdef RuleNumbers* rule = self._current()
-        cdef Absent entering = self._absent(eviction.entering) if rule.has_share else None
-        cdef ReturnRates rates = self._tournament.shadows.rates if rule.by_gap else None
-        cdef const uint8_t* is_busy
-        cdef int64_t excess
-        cdef Py_ssize_t i
-        marks = flags(eviction.busy, self._capacity)
-        is_busy = bools(marks)
-        n = max(0, min(n, self._lists.num_once + self._lists.num_again))
-        slots, positions, hashes = new_int64(n), new_int64(n), new_array(n, cnp.NPY_UINT64)
-        cdef int64_t* at = int64s(slots)
-        cdef int64_t* times = int64s(positions)
-        if entering is None:
-            popped = self._lists._pop_into(at, times, n, is_busy, True, True, rates)
-        else:
-            excess = self._lists.num_once + entering.n - self._num_returning(entering) - rule.quota
-            popped = self._lists._pop_into(at, times, max(<int64_t>0, min(<int64_t>n, excess)), is_busy, True, False, None)
-            popped += self._lists._pop_into(at + popped, times + popped, n - popped, is_busy, False, True, None)
-            popped += self._lists._pop_into(at + popped, times + popped, n - popped, is_busy, True, False, None)
-        for i in range(popped):
-            (uint64s(hashes))[i] = self._hashes[at[i]]
-        if popped < n:
-            slots, positions, hashes = slots[:popped], positions[:popped], hashes[:popped]
-        self._remember_all(hashes, positions, True)
-        return slots
-
-    def refuse(self, keys):
-        fast = owned(keys)
-        cdef Py_ssize_t n = PySequence_Fast_GET_SIZE(fast)
-        cdef cnp.ndarray hashes = new_array(n, cnp.NPY_UINT64)
-        self._hash_all(fast, uint64s(hashes))
-        self._remember_all(hashes, self._lists.tick(n), False)
-        self._last = None
-
-    cdef int _remember_all(self, cnp.ndarray hashes, cnp.ndarray positions, bint new) except -1:
-        if self._has_shared_names:
-            self._remember(hashes, positions)
-        else:
-            self._ghosts._add(
-                uint64s(hashes), int64s(positions), NULL, cnp.PyArray_DIM(positions, 0), new
-            )
-        return 0
-
-    cdef Absent _absent(self, object keys):
-        cdef Absent absent = self._last
-        if absent is not None and (absent.keys is keys or same_keys(absent.keys, keys)):
-            self._ghosts._find_again(absent.hashes, absent.n, absent.entries)
-            absent.keys = keys
-            return absent
-        absent = Absent()
-        absent.keys = keys
-        fast = owned(keys)
-        absent.resize(PySequence_Fast_GET_SIZE(fast))
-        self._hash_all(fast, absent.hashes)
-        self._ghosts._find_all(absent.hashes, absent.n, absent.entries)
-        self._last = absent
-        return absent
-
-    cdef int _hash_all(self, object keys, uint64_t* hashes) except -1:
-        """Hashes keys that ``owned`` has returned, or their shared names."""
-        cdef Py_ssize_t n = PySequence_Fast_GET_SIZE(keys)
-        if not self._has_shared_names:
-            self._has_shared_names = seem_of_several_groups(PySequence_Fast_ITEMS(keys), n)
-        return hash_into(PySequence_Fast_ITEMS(keys), n, hashes, self._has_shared_names)

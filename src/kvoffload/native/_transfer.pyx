@@ -1,7 +1,7 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
 """The loop of a CUDA transfer without Python's lock: ``transfer.h`` as a class.
 
-``kvoffload.transfer.cuda.native_loop`` uses it. Handles and addresses are numbers; 0 is none. All methods but ``run``
+``kvoffload.transfer.cuda.transfer`` uses it. Handles and addresses are numbers; 0 is none. All methods but ``run``
 are called on one thread. Jobs are checked here, with Python's lock; what is copied later has no reference to Python.
 """
 

@@ -325,17 +325,13 @@ class RecencyList:
             return True
         return self._skipped.pop(slot, None) is not None or self._marked.pop(slot, None) is not None
 
-    def append(self, slots: Slots) -> None:
-        """Makes ``slots`` the most recent members, the last one the most recent. Members move, others join."""
-        self.put(slots)
-
     def move_to_end(self, slots: Slots) -> None:
         """Same as ``append`` for the ``slots`` that are members."""
-        self.put(slots[self.holds(slots)])
+        self.append(slots[self.holds(slots)])
 
-    def put(self, slots: Slots, positions: Positions | None = None) -> None:
-        """Does what ``append`` does. Lists that share a clock give ``positions``, so that their members can be
-        compared."""
+    def append(self, slots: Slots, positions: Positions | None = None) -> None:
+        """Makes ``slots`` the most recent members, the last one the most recent. Members move, others join. Lists that
+        share a clock give ``positions``, so that their members can be compared."""
         chosen = checked(slots, self._capacity).tolist()
         if not chosen:
             return
@@ -535,18 +531,13 @@ class GapLists:
         self._clock += n
         return np.arange(self._clock - n, self._clock)
 
-    def classes_since(self, positions: Positions) -> Positions:
-        """Returns the classes of the gaps of blocks that were used at ``positions`` and are used now."""
-        return array([gap_class(self._clock - position) for position in whole(positions).tolist()])
-
     def use(self, slots: Slots, ready: Flags) -> None:
         """Moves members to the recent end of ``again``. Members of ``once`` that are not ``ready`` stay in it, at its
         recent end."""
         stays = self._once.holds(slots) & ~ready
-        before = [
-            next(at for at in (each.position(slot) for each in self._lists) if at >= 0) for slot in slots.tolist()
-        ]
-        self.insert(slots, np.where(stays, 0, self.classes_since(array(before))))
+        before = (max(members.position(slot) for members in self._lists) for slot in slots.tolist())
+        since = array([gap_class(self._clock - position) for position in before])
+        self.insert(slots, np.where(stays, 0, since))
 
     def insert(self, slots: Slots, classes: Positions) -> None:
         """Moves slots to the recent ends of the lists of ``classes``."""
@@ -554,7 +545,7 @@ class GapLists:
         for gap, members in enumerate(self._lists):
             chosen = classes == gap
             members.discard(slots[~chosen])
-            members.put(slots[chosen], positions[chosen])
+            members.append(slots[chosen], positions[chosen])
 
     def classes(self, slots: Slots) -> Positions:
         """Returns the class of each of ``slots``, which are members."""
@@ -565,7 +556,7 @@ class GapLists:
         positions = self.tick(len(slots))
         for members in self._lists:
             held = members.holds(slots)
-            members.put(slots[held], positions[held])
+            members.append(slots[held], positions[held])
 
     def discard(self, slots: Slots) -> None:
         """Removes the ``slots`` that are members."""
@@ -577,18 +568,19 @@ class GapLists:
         for members in self._lists:
             members.mark_evictable(slots)
 
-    def pop_once(self, n: int, busy: Flags) -> tuple[Slots, Positions]:
-        """Removes the ``n`` oldest members of ``once`` that are not busy. Returns them and their positions, oldest
-        first; fewer if there are no more."""
-        return pop((self._once,), n, busy)
-
-    def pop_again(self, n: int, busy: Flags) -> tuple[Slots, Positions]:
-        """Does the same as ``pop_once`` for ``again``."""
-        return pop(self._again, n, busy)
-
     def pop_oldest(self, n: int, busy: Flags) -> tuple[Slots, Positions]:
-        """Does the same as ``pop_once`` for the members of all lists."""
+        """Removes the ``n`` oldest members of all lists that are not busy. Returns them and their positions, oldest
+        first; fewer if there are no more."""
         return pop(self._lists, n, busy)
+
+    def pop_shared(self, n: int, num_once: int, busy: Flags) -> tuple[Slots, Positions]:
+        """Does the same, but takes up to ``num_once`` of ``once``, then members of ``again``, then others of
+        ``once``."""
+        slots, positions = pop((self._once,), min(n, num_once), busy)
+        for lists in (self._again, (self._once,)):
+            more, at = pop(lists, n - len(slots), busy)
+            slots, positions = np.concatenate((slots, more)), np.concatenate((positions, at))
+        return slots, positions
 
     def pop_least(self, n: int, busy: Flags, rates: ReturnRates) -> tuple[Slots, Positions]:
         """Does the same, but takes each one from the list whose oldest member has the lowest value."""
@@ -689,10 +681,12 @@ class GhostTable:
             if entry is not None:
                 entry[1:] = now, gap_class(now - entry[1])
 
-    def remove(self, hashes: Hashes) -> None:
-        """Forgets hashes."""
+    def take(self, hashes: Hashes) -> Positions:
+        """Forgets hashes. Returns what ``classes`` did."""
+        found = self.classes(hashes)
         for bucket, tag in self._homes(hashes):
             self._buckets.get(bucket, _NO_GHOSTS).pop(tag, None)
+        return found
 
     def add(self, hashes: Hashes, stamps: Positions, classes: Positions | None = None) -> None:
         """Adds distinct hashes in this order. Those that are remembered are added again. Without ``classes`` they keep

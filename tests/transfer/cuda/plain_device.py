@@ -31,9 +31,9 @@ class PlainEvent:
 class PlainDevice(Device):
     """``calls``: the operations and how large they were. While ``held`` is True no event that is recorded is reached;
     ``release`` reaches them all. ``raise_in``: the operation that fails. ``refuses_batches``: batches return
-    INVALID_VALUE. The first groups, ``num_without_kernels``, have none."""
+    INVALID_VALUE."""
 
-    def __init__(self, tables: Sequence[PageTable], num_without_kernels: int = 0) -> None:
+    def __init__(self, tables: Sequence[PageTable]) -> None:
         self.tables = tables
         self.calls: list[tuple[str, int]] = []
         self.held = False
@@ -45,7 +45,6 @@ class PlainDevice(Device):
         self.memory: list[ByteArray] = []
         self.events: list[PlainEvent] = []
         self.waits: list[tuple[int, PlainEvent]] = []
-        self._num_without_kernels = num_without_kernels
         self._clock = 0
         self._streams = ENGINE
         self._functions = as_c(
@@ -97,7 +96,7 @@ class PlainDevice(Device):
         return self._allocate(nbytes)
 
     def native_calls(self) -> DriverCalls:
-        kernels = [self._kernel(g) if g >= self._num_without_kernels else None for g in range(len(self.tables))]
+        kernels = [self._kernel(g) for g in range(len(self.tables))]
         return DriverCalls(**addresses(self._functions), kernels=kernels)
 
     def close(self) -> None:

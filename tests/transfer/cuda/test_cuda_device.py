@@ -27,7 +27,7 @@ from kvoffload.transfer.cuda.pages import LayerRun, PageTable
 from kvoffload.transfer.cuda.slots import Unregistered
 from kvoffload.transfer.cuda.start_check import CopiesHang
 from kvoffload.transfer.cuda.transfer import CudaTransfer
-from tests.transfer.cuda.emulator import PROFILES, Count, Emulator, Memory, bytes_at
+from tests.transfer.cuda.emulator import Count, Emulator, Memory, bytes_at
 
 NUM_BLOCKS, PAGE = 5, 96
 INVALID_VALUE, ILLEGAL_ADDRESS, NOT_READY, NOT_SUPPORTED = 1, 700, 600, 801
@@ -197,12 +197,6 @@ def test_the_engine_s_thread_keeps_its_context(rig: Rig, other: bool) -> None:
     thread.join()
     assert found == [own + 1 if other else own, None], "a thread without a context gets the device's"
     assert rig.emulator.num_bytes(Memory.PINNED) == 0, "freed by a thread without a context"
-
-
-@pytest.mark.parametrize(("name", "copies"), [("H100", True), ("T4", True), ("WSL2", False)])
-def test_a_driver_says_whether_registered_memory_is_copied(emulator_library: Path, name: str, copies: bool) -> None:
-    driver = Driver(0, Emulator(emulator_library, PROFILES[name]).path)
-    assert driver.copies_registered_memory is copies
 
 
 SERVICE = """

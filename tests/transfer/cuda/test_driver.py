@@ -14,7 +14,7 @@ import pytest
 
 from kvoffload.transfer.cuda.driver import _SIGNATURES as SIGNATURES
 from kvoffload.transfer.cuda.driver import MAX_COPIES_PER_CALL, Driver, DriverError
-from tests.transfer.cuda.emulator import SOURCES, Emulator, Memory, bytes_at
+from tests.transfer.cuda.emulator import SOURCES, Emulator, bytes_at
 
 INVALID_VALUE, OUT_OF_MEMORY, ALREADY_REGISTERED = 1, 2, 712
 STREAM = 0x5500
@@ -62,12 +62,6 @@ def test_copies_go_to_the_driver_in_batches_of_limited_size(emulator: Emulator, 
     assert all("stream 0x5500 order 1 flags 1" in call for call in emulator.calls if call.startswith("batch"))
 
 
-def test_no_copies_make_no_call(emulator: Emulator) -> None:
-    driver = driver_of(emulator)
-    driver.copy(STREAM, *Copies(driver, 0).arrays)
-    assert batches(emulator) == []
-
-
 def test_a_newer_driver_is_called_with_the_arguments_of_12_8(emulator: Emulator) -> None:
     emulator.be_version(13010)
     driver = driver_of(emulator)
@@ -87,28 +81,12 @@ def test_an_older_driver_copies_one_by_one(emulator: Emulator) -> None:
     assert emulator.calls.count("copy 24 stream 0x5500") == 5
 
 
-def test_arrays_that_are_not_contiguous_are_copied_first(emulator: Emulator) -> None:
-    driver = driver_of(emulator)
-    copies = Copies(driver, 6)
-    table = np.stack(copies.arrays, axis=1)
-    driver.copy(STREAM, *(table[:, column] for column in range(3)))
-    assert copies.are_done()
-
-
 def test_the_default_stream_is_refused(emulator: Emulator) -> None:
     driver = driver_of(emulator)
     copies = Copies(driver, 1)
     for stream in (0, 1):
         with pytest.raises(ValueError, match="default stream"):
             driver.copy(stream, *copies.arrays)
-
-
-def test_arrays_of_different_lengths_are_refused(emulator: Emulator) -> None:
-    driver = driver_of(emulator)
-    copies = Copies(driver, 4)
-    targets, sources, sizes = copies.arrays
-    with pytest.raises(ValueError, match="shapes"):
-        driver.copy(STREAM, targets, sources, sizes[:3])
 
 
 def test_a_refused_batch_is_an_error_that_names_the_copy(emulator: Emulator) -> None:
@@ -124,24 +102,6 @@ def test_a_refused_batch_is_an_error_that_names_the_copy(emulator: Emulator) -> 
     assert not driver.copies_in_batches
     assert batches(emulator) == [5], "the driver was tried once"
     assert emulator.calls.count("copy 24 stream 0x5500") == 5
-
-
-def test_an_error_of_the_whole_batch_names_no_copy(emulator: Emulator) -> None:
-    driver = driver_of(emulator)
-    emulator.fail("cuMemcpyBatchAsync", 999, after=1)
-    copies = Copies(driver, MAX_COPIES_PER_CALL + 1)
-    with pytest.raises(DriverError, match=r"of 1 copies failed: unknown error \(999\)") as error:
-        driver.copy(STREAM, *copies.arrays)
-    assert error.value.code == 999
-
-
-def test_an_error_of_an_older_driver_is_raised_too(emulator: Emulator) -> None:
-    emulator.be_version(12040)
-    emulator.fail("cuMemcpyAsync", INVALID_VALUE, after=2)
-    driver = driver_of(emulator)
-    copies = Copies(driver, 5)
-    with pytest.raises(DriverError, match="cuMemcpyAsync failed: CUDA_ERROR_INVALID_VALUE"):
-        driver.copy(STREAM, *copies.arrays)
 
 
 def test_a_thread_enters_before_it_calls(emulator: Emulator) -> None:
@@ -167,18 +127,6 @@ def test_a_thread_enters_before_it_calls(emulator: Emulator) -> None:
     assert emulator.calls.count("capture mode 2") == 2
 
 
-def test_device_memory_is_allocated_and_freed(emulator: Emulator) -> None:
-    driver = driver_of(emulator)
-    address = driver.allocate(1000)
-    assert address % 256 == 0
-    assert emulator.num_bytes(Memory.DEVICE) == 1000
-    driver.free(address)
-    assert emulator.num_bytes(Memory.DEVICE) == 0
-    emulator.fail("cuMemAlloc_v2", OUT_OF_MEMORY)
-    with pytest.raises(DriverError, match="cuMemAlloc_v2 failed: CUDA_ERROR_OUT_OF_MEMORY"):
-        driver.allocate(1000)
-
-
 def test_host_memory_is_registered_for_all_contexts_and_unregistered(emulator: Emulator) -> None:
     driver = driver_of(emulator)
     memory = np.zeros(1 << 21, np.uint8)
@@ -191,17 +139,6 @@ def test_host_memory_is_registered_for_all_contexts_and_unregistered(emulator: E
     driver.unregister(memory.ctypes.data)
     with pytest.raises(DriverError, match="cuMemHostUnregister failed: CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED"):
         driver.unregister(memory.ctypes.data)
-
-
-def test_a_registration_that_is_too_large_can_be_halved(emulator: Emulator) -> None:
-    driver = driver_of(emulator)
-    memory = np.zeros(4 << 20, np.uint8)
-    emulator.limit_registrations(2 << 20)
-    with pytest.raises(DriverError) as error:
-        driver.register(memory.ctypes.data, 4 << 20)
-    assert error.value.code == OUT_OF_MEMORY
-    for half in range(2):
-        driver.register(memory.ctypes.data + half * (2 << 20), 2 << 20)
 
 
 @pytest.mark.parametrize(("text", "node"), [("1\n", 1), ("0\n", 0), ("-1\n", None), ("", None), (None, None)])

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("torch")
 
 from benchmarks.gpu import __main__ as proof
-from benchmarks.gpu import bundle, cuda, facts, sanitizer
+from benchmarks.gpu import bundle, cuda, sanitizer
 from benchmarks.gpu.parts import Options
 from benchmarks.gpu.report import Report, State, read, table
 from benchmarks.gpu.suite import FOLDER
@@ -102,36 +102,6 @@ def test_gates_of_a_rehearsal_do_not_count(tmp_path: Path, capsys: pytest.Captur
     assert report.path.exists() is not rehearsal, "figures of a rehearsal must not be shown beside real ones"
 
 
-def test_parts_that_have_ended_are_not_run_again(tmp_path: Path) -> None:
-    Report("facts", tmp_path / "facts.json").end(State.ENDED)
-    before = (tmp_path / "facts.json").read_text()
-    proof.run_all(["facts"], tmp_path, 120, resume=True)
-    assert (tmp_path / "facts.json").read_text() == before
-
-
-def test_a_part_for_which_no_time_is_left_is_skipped(tmp_path: Path) -> None:
-    proof.run_all(["facts"], tmp_path, 1, resume=False)
-    report = read(tmp_path / "facts.json")
-    assert report["state"] == State.SKIPPED
-    assert 'make gpu ARGS="facts"' in report["note"]
-
-
-def test_a_short_run_gives_every_part_its_share() -> None:
-    """What one part leaves goes to the others; a part alone has its usual time, or what there is."""
-    names = [name for name in proof.PARTS if name not in proof.LAST]
-    left, limits = 300.0, {}
-    for i, name in enumerate(names):
-        limits[name] = proof._limit(names[i:], left)
-        left -= limits[name]
-    assert all(limits[name] >= proof.MIN_S for name in names), limits
-    assert sum(limits.values()) <= 300.001
-    assert limits["copies"] < proof.PARTS["copies"][1]
-    for name in names:
-        assert proof._limit([name], 1000.0) == proof.PARTS[name][1]
-        assert proof._limit([name], 20.0) == 20
-    assert proof._limit(names, proof.TOTAL_S) == proof.PARTS[names[0]][1]
-
-
 def install(folder: Path, name: str, script: str) -> None:
     program = folder / name
     program.write_text(f"#!/bin/sh\n{script}\n")
@@ -153,19 +123,6 @@ def test_the_sanitizer_must_find_the_planted_fault_and_no_other(
     report = Report("sanitizer", tmp_path / "sanitizer.json")
     sanitizer.run(report, Options(10, False, tmp_path))
     assert [row.passed for row in report.rows] == [errors == 0, "Invalid" in planted]
-
-
-def test_what_nvidia_smi_says_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(tmp_path, "nvidia-smi", 'echo "580.1, 00000000:1B:00.0, 5, 16, 5, 16, Enabled, Enabled, Disabled, Default"')
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    report = Report("facts", tmp_path / "facts.json")
-    facts.ask_nvidia_smi(report)
-    values = {row.what: row.value for row in report.rows}
-    assert values["driver version"] == "580.1"
-    assert values["pcie.link.gen.max"] == "5"
-    install(tmp_path, "nvidia-smi", "echo broken; exit 9")
-    facts.ask_nvidia_smi(report)
-    assert report.rows[-1].value == "failed: broken"
 
 
 def test_a_missed_gate_is_in_the_table_and_in_the_exit_status(

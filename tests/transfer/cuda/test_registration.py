@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-
 import numpy as np
 import pytest
 
-from kvoffload.abc import DeviceSpec, LoadStoreSpec, PageGroup, TransferSpec
+from kvoffload.abc import PageGroup
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.worker import OffloadingConnectorWorker
 from kvoffload.host.pool import HostPool
@@ -18,6 +16,7 @@ from kvoffload.transfer.cuda.pages import page_table
 from kvoffload.transfer.cuda.transfer import CudaTransfer
 from tests.transfer.cuda.emulator import Emulator
 from tests.transfer.cuda.plain_device import PlainDevice
+from tests.transfer.specs import job
 
 MIB = 1 << 20
 
@@ -51,27 +50,6 @@ def test_a_pool_is_registered_in_chunks_and_unregistered_when_it_is_closed(pool:
     assert registration.close()
 
 
-def test_smaller_chunks_are_registered_where_large_ones_fail(pool: HostPool, emulator: Emulator) -> None:
-    emulator.limit_registrations(4 * MIB)
-    registration = register(pool, emulator)
-    assert registration.num_ready_slots == 12
-    assert calls(emulator) == [f"register {size * MIB} flags 1" for size in (8, 4, 4, 4)]
-    registration.release()
-    pool.close()
-
-
-def test_the_driver_s_error_is_in_the_warning(
-    pool: HostPool, emulator: Emulator, caplog: pytest.LogCaptureFixture
-) -> None:
-    emulator.limit_registrations(1 * MIB)
-    with caplog.at_level(logging.WARNING):
-        registration = register(pool, emulator)
-    assert registration.num_ready_slots == 0
-    assert "only 0 bytes of 12 MiB of the host pool (cuMemHostRegister_v2 failed: CUDA_ERROR_" in caplog.text
-    registration.release()
-    pool.close()
-
-
 class BrokenWatch:
     """A watch over weights that cannot read them."""
 
@@ -95,8 +73,7 @@ def test_a_worker_that_gives_up_in_service_leaves_the_pool_registered(pool: Host
     tables = [page_table(PageGroup([pages]))]
     transfer = CudaTransfer(tables, pool.data, PlainDevice(tables), registration, with_threads=False)
     worker = OffloadingConnectorWorker(transfer)
-    blocks = np.arange(4)
-    spec = TransferSpec("r", LoadStoreSpec("CPU", blocks + 6), DeviceSpec(blocks, (4,), (0,)))
+    spec = job(range(6, 10), range(4))
     reports: list[WorkerReport] = []
     for step in (StepMeta(stores={1: spec}), StepMeta(), StepMeta()):
         with worker.step(step, reports.append):

@@ -15,12 +15,9 @@ import pytest
 from kvoffload.abc import (
     ByteArray,
     ConfigError,
-    DeviceSpec,
-    LoadStoreSpec,
     PageGroup,
     Placement,
     TransferResult,
-    TransferSpec,
 )
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.worker import OffloadingConnectorWorker
@@ -32,6 +29,7 @@ from kvoffload.transfer.cuda.pages import page_table
 from kvoffload.transfer.cuda.slots import Unregistered
 from kvoffload.transfer.cuda.transfer import CudaTransfer
 from tests.transfer.cuda.plain_device import ENGINE, PlainDevice, PlainEvent
+from tests.transfer.specs import spec_of
 
 pytestmark = pytest.mark.skipif(load("_transfer") is None, reason="needs native code")
 
@@ -92,7 +90,6 @@ class Rig:
         registration: Any = None,
         limits: Limits = DEFAULT_LIMITS,
         with_threads: bool = False,
-        num_without_kernels: int = 0,
         num_slots: int = SLOTS,
         pool: ByteArray | None = None,
     ) -> None:
@@ -101,7 +98,7 @@ class Rig:
         self.pool = np.zeros((num_slots, block_bytes), np.uint8) if pool is None else pool
         self.registration = registration or Ready(num_slots)
         tables = [page_table(group) for group in groups]
-        self.device = PlainDevice(tables, num_without_kernels)
+        self.device = PlainDevice(tables)
         self.transfer = CudaTransfer(
             tables, self.pool, self.device, self.registration, limits=limits, with_threads=with_threads
         )
@@ -150,13 +147,6 @@ class Rig:
         return sizes
 
 
-def spec_of(slots: Sequence[int], *parts: tuple[Sequence[int], int]) -> TransferSpec:
-    """Returns a job; a part is a group's device blocks and the index of the first of them."""
-    ids = np.array([block for blocks, _ in parts for block in blocks], dtype=np.int64)
-    device = DeviceSpec(ids, tuple(len(blocks) for blocks, _ in parts), tuple(first for _, first in parts))
-    return TransferSpec("r", LoadStoreSpec("CPU", np.array(slots, dtype=np.int64)), device)
-
-
 def ended(results: Sequence[TransferResult]) -> list[int]:
     assert all(result.ok for result in results)
     return [result.job_id for result in results]
@@ -175,113 +165,6 @@ SMALL_CHUNKS = Limits(chunk_bytes=4 * ROW, stage_bytes=4 * ROW, fence_bytes=4 * 
 
 
 # Bytes.
-
-
-@pytest.mark.parametrize("ready", [SLOTS, 0, 20])
-def test_round_trip_of_jobs_of_several_groups(ready: int) -> None:
-    rig = Rig(PageGroup(apart(), 2), PageGroup([]), PageGroup(packed()), registration=Ready(ready), limits=SMALL_CHUNKS)
-    before = [[view.copy() for view in group.views] for group in rig.groups]
-    specs = {
-        j: spec_of(
-            [4 * j, 4 * j + 1, 4 * j + 3, 4 * j + 2],
-            ([3 * j, 3 * j + 1, 3 * j + 2], 1),
-            ([j], 0),
-            ([50 + j], 0),
-        )
-        for j in range(12)
-    }
-    for job_id, spec in specs.items():
-        rig.transfer.submit(job_id, spec, is_store=True)
-    rig.transfer.before_forward()
-    results = rig.run()
-    assert sorted(ended(results)) == list(specs)
-    assert {result.nbytes for result in results} == {4 * ROW}
-    assert rig.pool[0, ROW:].tobytes() == rig.block(0), "the job begins inside its first slot"
-    assert rig.pool[2, :ROW].tobytes() == rig.block(50, group=2)
-    for group in rig.groups:
-        for view in group.views:
-            view[:] = 0
-    for job_id, spec in specs.items():
-        rig.transfer.submit(job_id, spec, is_store=False)
-    assert sorted(ended(rig.run())) == list(specs)
-    for group, right, used in zip(rig.groups, before, (range(36), (), range(50, 62)), strict=True):
-        for view, old in zip(group.views, right, strict=True):
-            assert np.array_equal(view[list(used)], old[list(used)])
-            assert not np.delete(view, list(used), axis=0).any(), "a block outside the jobs was written"
-
-
-def rank_of_two(number: int, is_interleaved: bool, shift: int, pool: ByteArray, ready: int) -> Rig:
-    """Returns one of two ranks whose pages fill the rows of a pool together, two rows per slot: page by page, or
-    one rank after the other. ``shift``: how many bytes too early those of the second are."""
-    sizes = np.array([64, 24, 40])
-    starts = np.cumsum(sizes) - sizes
-    if is_interleaved:
-        views, offsets = apart(), 2 * starts + number * sizes
-    else:
-        views, offsets = np.split(noise(BLOCKS, ROW), starts[1:], axis=1), starts + number * ROW
-    for view in views:
-        view ^= number
-    places = Placement(tuple((offsets - number * shift).tolist()), 2 * ROW)
-    return Rig(PageGroup(views, 2, places), pool=pool, registration=Ready(ready), limits=SMALL_CHUNKS)
-
-
-def whole_blocks(ranks: Sequence[Rig], is_interleaved: bool) -> ByteArray:
-    """Returns the blocks of both ranks as one that has them all would hold them, shape (blocks, bytes)."""
-    views = [rig.groups[0].views for rig in ranks]
-    in_turn = [view for layer in zip(*views, strict=True) for view in layer]
-    return np.concatenate(in_turn if is_interleaved else [*views[0], *views[1]], axis=1)
-
-
-def both_ranks_are_right(is_interleaved: bool, ready: int, shift: int) -> bool:
-    """Stores blocks of two ranks at the same time in the same slots, loads them on a rank that has whole blocks, and
-    the other way. Returns whether all bytes are right, also those of slots that are not used."""
-    pool = noise(SLOTS, 4 * ROW)
-    wanted = pool.copy()
-    ranks = [rank_of_two(number, is_interleaved, shift, pool, ready) for number in range(2)]
-    blocks, slots = [9, 4, 30, 8, 21, 0], [5, 40, 3]
-    rows = 2 * np.repeat(slots, 2) + [0, 1] * 3
-    # The copies of the first rank are in flight, in bounce buffers too, while those of the second begin and end.
-    ranks[0].device.held = True
-    for rig in ranks:
-        rig.store(1, slots, blocks)
-        rig.transfer.before_forward()
-        results = rig.run()
-    ranks[0].device.release()
-    results += ranks[0].run()
-    assert ended(results) == [1, 1]
-    assert {result.nbytes for result in results} == {len(blocks) * ROW}, "bytes of other ranks do not count"
-    assert not any(rig.calls("gather") for rig in ranks)
-    whole = whole_blocks(ranks, is_interleaved)
-    wanted.reshape(-1, 2 * ROW)[rows] = whole[blocks]
-    is_right = np.array_equal(pool, wanted)
-
-    view = noise(BLOCKS, 2 * ROW)
-    alone = Rig(PageGroup([view], 2), pool=pool, registration=Ready(ready), limits=SMALL_CHUNKS)
-    alone.load(1, slots, blocks)
-    assert ended(alone.run()) == [1]
-    is_right &= np.array_equal(view[blocks], whole[blocks])
-    view ^= 0x55
-    alone.store(2, slots, blocks)
-    alone.transfer.before_forward()
-    assert ended(alone.run()) == [2]
-    whole[blocks] = view[blocks]
-    for rig in ranks:
-        rig.load(2, slots, blocks)
-        assert ended(rig.run()) == [2]
-    return is_right and np.array_equal(whole_blocks(ranks, is_interleaved), whole)
-
-
-@pytest.mark.parametrize("ready", [SLOTS, 0, 20])
-@pytest.mark.parametrize("is_interleaved", [True, False])
-def test_two_ranks_share_slots_with_one_that_has_whole_blocks(is_interleaved: bool, ready: int) -> None:
-    assert both_ranks_are_right(is_interleaved, ready, shift=0)
-
-
-@pytest.mark.parametrize("ready", [SLOTS, 0, 20])
-@pytest.mark.parametrize("is_interleaved", [True, False])
-def test_a_byte_of_another_rank_that_is_overwritten_is_noticed(is_interleaved: bool, ready: int) -> None:
-    """The negative control of the test above."""
-    assert not both_ranks_are_right(is_interleaved, ready, shift=1)
 
 
 def test_a_slot_that_is_too_small_for_the_rows_is_refused() -> None:
@@ -441,9 +324,7 @@ def test_a_fence_waits_for_the_gather_and_not_for_the_bus() -> None:
     assert event.recorded < last_copy
 
 
-def test_a_load_submitted_after_a_fence_waits_for_what_the_engine_waits_for(
-    rig: Rig,
-) -> None:
+def test_a_load_submitted_after_a_fence_waits_for_what_the_engine_waits_for(rig: Rig) -> None:
     rig.device.held = True
     rig.store(1, [0], [5])
     rig.transfer.wait([1])
@@ -459,27 +340,6 @@ def engine_events(rig: Rig) -> list[PlainEvent]:
     return [event for event in rig.device.events if event.stream == ENGINE]
 
 
-def test_the_engine_waits_for_the_end_of_a_load(rig: Rig) -> None:
-    rig.device.held = True
-    rig.load(1, [0], [5])
-    rig.transfer.wait([1])
-    assert rig.block(5) == bytes(ROW)
-    assert engine_waits(rig) == 1
-    rig.device.release()
-
-
-def test_the_engine_waits_for_scattered_and_direct_loads_whose_ends_are_on_two_streams() -> None:
-    rig = Rig(PageGroup(apart()), PageGroup([noise(BLOCKS, ROW)]))
-    rig.device.held = True
-    rig.transfer.submit(1, spec_of([0], ([5], 0), ([], 0)), is_store=False)
-    rig.run()
-    rig.transfer.submit(2, spec_of([1], ([], 0), ([6], 0)), is_store=False)
-    rig.transfer.wait([1, 2])
-    streams = {event.stream for stream, event in rig.device.waits if stream == ENGINE}
-    assert len(streams) == 2
-    rig.device.release()
-
-
 def test_a_fenced_store_for_which_there_is_no_bounce_buffer_fails_and_blocks_nothing() -> None:
     limits = Limits(bounce_bytes=2 * ROW)
     rig = Rig(PageGroup(apart()), registration=Unregistered(), limits=limits)
@@ -493,23 +353,6 @@ def test_a_fenced_store_for_which_there_is_no_bounce_buffer_fails_and_blocks_not
     results = {result.job_id: result.ok for result in rig.run()}
     assert results == {1: False, 2: True}
     assert rig.slot(40) == rig.block(40)
-
-
-def test_slots_that_are_registered_meanwhile_are_copied_directly() -> None:
-    rig = Rig(PageGroup(packed()), registration=Ready(0))
-    rig.store(1, [0], [0])
-    rig.transfer.before_forward()
-    rig.run()
-    assert rig.slot(0) == rig.block(0)
-    rig.registration.num_ready_slots = 10
-    rig.device.held = True
-    rig.store(2, [1, 9], [1, 2])
-    rig.store(3, [10], [3])
-    rig.transfer.wait([2, 3])
-    assert (rig.slot(1), rig.slot(9)) != (rig.block(1), rig.block(2)), "one slot of the chunk is not registered"
-    rig.device.release()
-    assert ended(rig.run()) == [2, 3]
-    assert (rig.slot(1), rig.slot(9), rig.slot(10)) == (rig.block(1), rig.block(2), rig.block(3))
 
 
 def test_a_fence_that_waits_long_for_another_thread_says_so_and_waits_on(
@@ -701,73 +544,6 @@ def test_waiting_ends_at_its_timeout() -> None:
     rig.transfer.close()
 
 
-def stress(rig: Rig, rounds: int = 300) -> int:
-    """Steps of an engine that overwrites the device blocks of its stores at once, with fences. Returns how many stores
-    have copied the right bytes."""
-    rng = np.random.default_rng(7)
-    views = rig.groups[0].views
-    content: dict[int, bytes] = {}
-    """What stores have copied, or will have, by slot."""
-    reading: dict[int, tuple[int, list[int]]] = {}
-    """Stores in progress by id: the first device block, and the slots."""
-    num_right = 0
-
-    def take_results() -> int:
-        num_ok = 0
-        for result in rig.transfer.poll(busy=True):
-            used = reading.pop(result.job_id)[1]
-            # Without registered memory a fence may come when all bounce buffers are in use.
-            assert result.ok or rig.registration.num_ready_slots < SLOTS
-            assert not result.ok or [rig.slot(slot) for slot in used] == [content[slot] for slot in used]
-            num_ok += result.ok
-        return num_ok
-
-    for step in range(rounds):
-        start = int(rng.integers(0, 8)) * 8
-        blocks = list(range(start, start + 8))
-        fenced = [job_id for job_id, (first, _) in reading.items() if first == start]
-        if fenced:
-            rig.transfer.wait(fenced, set(blocks))
-        rig.transfer.before_forward()
-        for view in views:
-            view[blocks] = rng.integers(0, 256, (8, view.shape[1]), np.uint8)
-        busy = {slot for _, used in reading.values() for slot in used}
-        free = [slot for slot in range(SLOTS) if slot not in busy][:8]
-        if len(free) == 8:
-            rig.store(step, free, blocks)
-            reading[step] = start, free
-            content |= {slot: rig.block(block) for slot, block in zip(free, blocks, strict=True)}
-        if step % 3 == 0:
-            rig.transfer.wait_any(0.001)
-        num_right += take_results()
-    deadline = time.monotonic() + 60
-    while reading and time.monotonic() < deadline:
-        rig.transfer.wait_any(0.1)
-        num_right += take_results()
-    assert not reading
-    return num_right
-
-
-@pytest.mark.parametrize("make", [apart, packed, placed])
-@pytest.mark.parametrize("ready", [SLOTS, 30])
-def test_a_thread_beside_an_engine_that_overwrites_fenced_blocks(
-    make: Callable[[], list[ByteArray]], ready: int
-) -> None:
-    rig = Rig(group_of(make), registration=Ready(ready), with_threads=True, limits=SMALL_CHUNKS)
-    assert stress(rig) > 0
-    assert not rig.of_other_ranks().any()
-    rig.transfer.close()
-    assert rig.device.closed == 1, "the thread has ended"
-
-
-def test_without_its_fences_the_stress_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig(PageGroup(apart()), with_threads=True, limits=SMALL_CHUNKS)
-    monkeypatch.setattr(rig.transfer, "wait", lambda job_ids, device_blocks: None)
-    with pytest.raises(AssertionError):
-        stress(rig)
-    rig.transfer.close()
-
-
 # Batches, kernels and staging memory.
 
 
@@ -798,22 +574,6 @@ def test_an_error_of_one_copy_is_no_refusal(rig: Rig) -> None:
     assert str(error.value.__cause__) == f"cuMemcpyBatchAsync of {rig.copies_per_block} copies failed: CUDA error (719)"
 
 
-def test_without_kernels_the_runs_of_blocks_are_copied(caplog: pytest.LogCaptureFixture) -> None:
-    rig = Rig(PageGroup(apart()), num_without_kernels=1)
-    before = rig.block(3)
-    rig.store(1, [7], [3])
-    rig.transfer.before_forward()
-    assert ended(rig.run()) == [1]
-    assert rig.calls("copy") == [3], "a copy per layer"
-    assert rig.slot(7) == before
-    for view in rig.groups[0].views:
-        view[3] = 0
-    rig.load(2, [7], [3])
-    assert ended(rig.run()) == [2]
-    assert rig.block(3) == before
-    assert not rig.calls("gather")
-
-
 def test_more_rows_than_the_numbers_of_one_launch() -> None:
     num = 2 * MAX_BLOCKS + 5
     views = [noise(num, 16), noise(num, 24)]
@@ -842,17 +602,5 @@ def test_a_fence_beside_full_traffic_has_streams_and_staging_memory_of_its_own()
     assert engine_waits(rig) == 1
     rig.transfer.wait([1], {0})
     assert [stream for stream, _ in rig.device.waits] == [ENGINE]
-    rig.device.release()
-    assert ended(rig.run()) == [1]
-
-
-def test_chunks_of_a_fence_share_its_staging_memory_one_after_another() -> None:
-    rig = Rig(PageGroup(apart()), limits=SMALL_CHUNKS)
-    rig.device.held = True
-    rig.store(1, range(12), range(12))
-    rig.transfer.wait([1])
-    streams = {stream for stream, event in rig.device.waits if stream != ENGINE and event.stream != ENGINE}
-    waits = [event for stream, event in rig.device.waits if stream in streams and event.stream in streams]
-    assert len(waits) == 3 + 2, "each copy waits for its gather, and a gather for the copy before it"
     rig.device.release()
     assert ended(rig.run()) == [1]

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import compress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvoffload.abc import Access, CachePolicy, Eviction, IntegrityError, OffloadKey, Slots
-from kvoffload.cache.keys import Hashes, key_hashes, seem_of_several_groups, shared_names
-from kvoffload.cache.policies.tournament import GHOSTS, Tournament, plan
-from kvoffload.native import load
+from kvoffload.cache.keys import Hashes, key_hashes, seem_of_several_groups
+from kvoffload.cache.policies.tournament import GHOSTS, Tournament, refusals
 from kvoffload.native.structures import GapLists, GhostTable
 
+_NO_HASHES = np.zeros(0, dtype=np.uint64)
 
-class PlainAutoPolicy(CachePolicy):
+
+class AutoPolicy(CachePolicy):
     """Blocks used by one request (``once``), and those used by several (``again``) by the gap between their last two
     uses, each list oldest first, on one clock; and ghosts: blocks that left, were refused, or are on the device only,
     with the time of their last use and the class of its gap.
@@ -41,7 +42,7 @@ class PlainAutoPolicy(CachePolicy):
         self._has_shared_names = False
         """Whether a key of another group than the first was seen. Then a ghost stays when a block returns, for the
         other blocks of its name. Blocks that came before have names of their own until they leave."""
-        self._last: tuple[Sequence[OffloadKey], Hashes] = ((), np.zeros(0, dtype=np.uint64))
+        self._last: tuple[Sequence[OffloadKey], Hashes] = ((), _NO_HASHES)
         """Keys and hashes of the last call, because the next call is often about the same keys."""
 
     def put_behind(self, device_blocks: int) -> None:
@@ -53,20 +54,23 @@ class PlainAutoPolicy(CachePolicy):
         return {"rule": self._tournament.rule.name, "scores": dict(scores)}
 
     def access(self, access: Access) -> None:
-        chain = self._hash_of[access.found]
-        missing = access.found < 0
-        absent = self._hashes(list(compress(access.keys, missing.tolist()))[::-1])
-        chain[missing] = absent[::-1]
         now = self._lists.begin(access.time)
-        self._tournament.observe(chain, self.full, now, self.must_store)
+        missing = access.found < 0
+        num_missing = np.count_nonzero(missing)
+        if num_missing == len(missing):
+            absent = self._hashes(access.keys[::-1])
+            chain = absent[::-1]
+        else:
+            absent = self._hashes(list(compress(access.keys, missing.tolist()))[::-1]) if num_missing else _NO_HASHES
+            chain = self._hash_of[access.found]
+            chain[missing] = absent[::-1]
         self._ghosts.use(absent, now)
+        self._tournament.observe(chain, self.full, now, self.must_store)
         self._lists.use(access.slots, access.ready)
 
     def insert(self, slots: Slots, keys: Sequence[OffloadKey]) -> None:
         hashes = self._hashes(keys)
-        classes = self._ghosts.classes(hashes)
-        if not self._has_shared_names:
-            self._ghosts.remove(hashes)
+        classes = self._ghosts.classes(hashes) if self._has_shared_names else self._ghosts.take(hashes)
         self._hash_of[slots] = hashes
         self._lists.insert(slots, classes)
 
@@ -90,19 +94,19 @@ class PlainAutoPolicy(CachePolicy):
             stamps = self._ghosts.stamps(hashes)
             stamps[stamps < 0] = now
             rates = self._tournament.shadows.rates
-            num_refused = self._lists.num_refused(self._ghosts.classes(hashes), stamps, shortage, rates)
+            num_refused = self._lists.num_refused(self._classes(keys), stamps, shortage, rates)
             return np.arange(len(keys)) >= num_refused if num_refused else None
         if rule.share is None:
             return None
-        returning = self._is_returning(keys)
-        num_again = int(np.count_nonzero(returning))
-        once, again = self._lists.num_once, self._lists.num_again
-        made = plan(rule, self.full, once, again, len(keys) - num_again, num_again, shortage)
-        if not (made.drop_once or made.drop_again):
+        classes = self._classes(keys)
+        num_returning = np.count_nonzero(classes)
+        held = rule.quota(self.full), self._lists.num_once, self._lists.num_again
+        once, again = refusals(*held, len(keys) - num_returning, num_returning, shortage)
+        if not (once or again):
             return None
         admitted = np.ones(len(keys), dtype=np.bool_)
-        admitted[np.flatnonzero(~returning)[: made.drop_once]] = False
-        admitted[np.flatnonzero(returning)[: made.drop_again]] = False
+        admitted[np.flatnonzero(classes == 0)[:once]] = False
+        admitted[np.flatnonzero(classes)[:again]] = False
         return admitted
 
     def refuse(self, keys: Sequence[OffloadKey]) -> None:
@@ -115,13 +119,9 @@ class PlainAutoPolicy(CachePolicy):
         elif rule.share is None:
             victims, positions = self._lists.pop_oldest(n, busy)
         else:
-            num_once = int(np.count_nonzero(~self._is_returning(eviction.entering)))
-            excess = self._lists.num_once + num_once - rule.quota(self.full)
-            victims, positions = self._lists.pop_once(min(n, max(0, excess)), busy)
-            for pop in (self._lists.pop_again, self._lists.pop_once):
-                if len(victims) < n:
-                    more, at = pop(n - len(victims), busy)
-                    victims, positions = np.concatenate((victims, more)), np.concatenate((positions, at))
+            num_new = len(eviction.entering) - np.count_nonzero(self._classes(eviction.entering))
+            excess = self._lists.num_once + num_new - rule.quota(self.full)
+            victims, positions = self._lists.pop_shared(n, max(0, excess), busy)
         self._remember(self._hash_of[victims], positions)
         return victims
 
@@ -144,25 +144,13 @@ class PlainAutoPolicy(CachePolicy):
         if min(self._tournament.scores) < 0:
             raise IntegrityError("the score of a rule is negative")
 
-    def _is_returning(self, keys: Sequence[OffloadKey]) -> npt.NDArray[np.bool_]:
-        """Returns which absent keys will count as used again if they are stored now."""
-        return self._ghosts.classes(self._hashes(keys)) > 0
+    def _classes(self, keys: Sequence[OffloadKey]) -> Slots:
+        """Returns the class that each absent key will have if it is stored now: 0 if it counts as used once."""
+        return self._ghosts.classes(self._hashes(keys))
 
     def _hashes(self, keys: Sequence[OffloadKey]) -> Hashes:
         if self._last[0] != keys:
             if not self._has_shared_names:
                 self._has_shared_names = seem_of_several_groups(keys)
-            self._last = keys, key_hashes(shared_names(keys) if self._has_shared_names else keys)
+            self._last = keys, key_hashes(keys, self._has_shared_names)
         return self._last[1]
-
-
-if TYPE_CHECKING or (native := load("_ghosts")) is None:
-    AutoPolicy = PlainAutoPolicy
-else:
-
-    class AutoPolicy(native.AutoSteps, PlainAutoPolicy):
-        """The methods that run per request are native; the others come from the plain version."""
-
-        def __init__(self, capacity: int, tournament: Tournament | None = None) -> None:
-            CachePolicy.__init__(self, capacity)
-            self._tournament = tournament or Tournament(capacity)

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar
 
 from kvoffload.cache.keys import Hashes
 from kvoffload.native import load
@@ -52,32 +52,20 @@ RULES = (Rule("lru"), Rule("2q", 0.01), Rule("gap", by_gap=True))
 block."""
 
 
-class EvictionCounts(NamedTuple):
-    """How room is made: how many of the oldest blocks of each list leave, and how many of the deepest new blocks are
-    refused."""
-
-    evict_once: int = 0
-    evict_again: int = 0
-    drop_once: int = 0
-    drop_again: int = 0
-
-
-def plan(rule: Rule, capacity: int, once: int, again: int, new_once: int, new_again: int, need: int) -> EvictionCounts:
-    """Returns how a rule with a share makes ``need`` places.
-
-    The lists hold ``once`` and ``again`` blocks; ``new_once`` and ``new_again`` blocks are to enter.
-    """
-    quota = rule.quota(capacity)
-    evict = min(need, once, max(0, once + new_once - quota))
-    drop = min(need - evict, new_once, max(0, once - evict + new_once - quota))
-    left = need - drop - evict
-    evict_again = min(left, again)
-    left -= evict_again
-    more = min(left, new_once - drop)
-    drop += more
-    left -= more
-    more = min(left, once - evict)
-    return EvictionCounts(evict + more, evict_again, drop, min(left - more, new_again))
+def refusals(quota: int, once: int, again: int, new_once: int, new_again: int, need: int) -> tuple[int, int]:
+    """Returns how many of ``new_once`` and ``new_again`` blocks a rule with a share refuses if there are ``need``
+    places too few. ``once`` blocks are held, of which ``quota`` keep their places, and ``again`` others."""
+    above = max(0, once + new_once - quota)
+    if need <= once and need <= above:
+        return 0, 0
+    evicted = min(need, once, above)
+    refused = min(need - evicted, new_once, above - evicted)
+    need -= evicted + refused
+    need -= min(need, again)
+    more = min(need, new_once - refused)
+    need -= more
+    need -= min(need, once - evicted)
+    return refused + more, min(need, new_again)
 
 
 class PlainShadows:
