@@ -20,6 +20,7 @@ from kvoffload.cache.keys import make_offload_key
 from kvoffload.tiering import bridge as bridge_module
 from kvoffload.tiering import bridge_jobs
 from kvoffload.tiering.bridge import STORE_DEADLINE_S, BridgeSettings, JobEnd, TierBridge, build_bridge
+from kvoffload.tiering.health import BreakerState
 from kvoffload.tiering.manager import SHARED_RESET
 from kvoffload.tiers.config import TierEntry, load_tiers
 from kvoffload.tiers.threads import IOThreads
@@ -568,13 +569,13 @@ def test_calls_of_a_scheduler_do_not_wait_for_what_the_thread_does(call: str, mo
 
 
 def test_calls_do_not_pile_up_while_a_tier_hangs_in_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvoffload.tiering.bridge_thread.MAX_INBOX", 8)
+    monkeypatch.setattr("kvoffload.tiering.bridge_jobs.MAX_INBOX", 8)
     rig = BridgeRig()
     keys = chain("x", 1)
     for i in range(20):
         rig.bridge.store(i, keys, rig.foreign.fill([0], keys), keys, f"request {i}")
         rig.bridge.end_request(f"request {i}", keys)
-    assert len(rig.bridge._thread.inbox) == 8
+    assert len(rig.bridge._jobs.inbox) == 8
     assert {end.job for end in rig.bridge.finished()} == set(range(4, 20))
     assert {(end.job, end.ok) for end in rig.settle()} == {(i, True) for i in range(4)}
     assert rig.store(keys, keys).ok
@@ -616,7 +617,7 @@ def test_a_check_that_fails_switches_the_bridge_off(where: str, caplog: pytest.L
     rig.bridge.store(4, keys, rig.foreign.pages(range(4)), keys, "r")
     rig.bridge.end_request("r", keys)
     assert [(end.job, end.ok) for end in rig.bridge.finished()] == [(3, False), (4, False)]
-    assert not rig.bridge._thread.inbox
+    assert not rig.bridge._jobs.inbox
     rig.bridge.close()
     rig.foreign.close()
 
@@ -643,7 +644,7 @@ def test_stores_are_dropped_while_no_tier_can_be_written() -> None:
     rig.tier.fails = TierError.IO
     for i in range(20):
         rig.store(keys[i : i + 1], keys[: i + 1], f"request {i}")
-    assert rig.manager.tiers[0].write_health.breaker.is_paused
+    assert rig.manager.tiers[0].write_health.state is BreakerState.OPEN
     others = chain("y", 4)
     assert not rig.store(others, others, "y").done
     rig.tier.fails = None
@@ -651,7 +652,7 @@ def test_stores_are_dropped_while_no_tier_can_be_written() -> None:
     rig.settle()
     rig.store(others, others, "z")
     rig.settle()
-    assert rig.manager.tiers[0].write_health.breaker.is_working
+    assert rig.manager.tiers[0].can_write
     assert rig.held(others) == [0, 1, 2, 3]
 
 
