@@ -45,6 +45,12 @@ MAX_UNANSWERED = 1 << 16
 """Keys remembered per tier because it has not answered for them."""
 MISS_TTL_S = 1.0
 """How long a key counts as missing after a tier has not answered for it within the deadline."""
+MAX_PAUSES_S = {Ability.READ: MAX_PAUSE_S, Ability.WRITE: MAX_WRITE_PAUSE_S}
+FAILURES = {
+    Ability.READ: frozenset([TierError.CORRUPT, TierError.IO]),
+    Ability.WRITE: frozenset([TierError.IO, TierError.NO_SPACE]),
+}
+"""Errors that say that an ability does not work."""
 WRITE_DEADLINE_S = 10.0
 """The writes of a tier hang if none has ended for this long, or for the load deadline if that is longer."""
 
@@ -60,35 +66,6 @@ class BreakerState(enum.Enum):
     """One block is being read or written as a test."""
     OFF = enum.auto()
     """It was switched off, and is not used again."""
-
-
-class AbilityRules(NamedTuple):
-    """How an ability fails, and what the log says of that."""
-
-    failures: frozenset[TierError]
-    """Errors that say that it does not work."""
-    max_pause_s: float
-    paused: str
-    effect: str
-    check: str
-
-
-RULES = {
-    Ability.READ: AbilityRules(
-        frozenset([TierError.CORRUPT, TierError.IO]),
-        MAX_PAUSE_S,
-        "READS OF",
-        "requests compute what it holds; writes go on",
-        "can be reached",
-    ),
-    Ability.WRITE: AbilityRules(
-        frozenset([TierError.IO, TierError.NO_SPACE]),
-        MAX_WRITE_PAUSE_S,
-        "WRITES TO",
-        "new blocks are not stored there; reads go on",
-        "may be written, and has no fault",
-    ),
-}
 
 
 class PauseLog:
@@ -108,25 +85,27 @@ class PauseLog:
         if is_known:
             return
         self._is_logged = True
-        name, rules = self._name.upper(), RULES[self._ability]
         if is_full:
             logger.warning(
                 "kvoffload: THE %s TIER IS FULL: %s; reads go on, and blocks are stored there again when it has room. "
                 "Give it more room, or let it evict what is not used",
-                name,
+                self._name.upper(),
                 reason,
             )
-        else:
-            logger.warning(
-                "kvoffload: %s THE %s TIER ARE PAUSED: %s; %s. They are tested after %.0f s, then after longer pauses, "
-                "and go on when a test succeeds. See the warnings of the tier above, and check that it %s",
-                rules.paused,
-                name,
-                reason,
-                rules.effect,
-                pause_s,
-                rules.check,
-            )
+            return
+        what, effect, check = {
+            Ability.READ: ("READS OF", "requests compute what it holds; writes go on", "can be reached"),
+            Ability.WRITE: (
+                "WRITES TO",
+                "new blocks are not stored there; reads go on",
+                "may be written, and has no fault",
+            ),
+        }[self._ability]
+        logger.warning(
+            "kvoffload: %s THE %s TIER ARE PAUSED: %s; %s. They are tested after %.0f s, then after longer pauses, "
+            "and go on when a test succeeds. See the warnings of the tier above, and check that it %s",
+            *(what, self._name.upper(), reason, effect, pause_s, check),
+        )
 
     def works_again(self) -> None:
         if self._is_logged:
@@ -156,7 +135,7 @@ class CircuitBreaker:
         self.num_hangs = 0
         """How often transfers have hung that have not ended since."""
         self._log = PauseLog(name, ability)
-        self._rules = RULES[ability]
+        self._ability = ability
         self._random = random
         self._failures: deque[float] = deque(maxlen=MAX_FAILURES)
         self._until = -math.inf
@@ -228,7 +207,7 @@ class CircuitBreaker:
             return
         failures = Counter[str]()
         for key, error in zip(ended.keys, ended.errors, strict=True):
-            is_failure = error in self._rules.failures
+            is_failure = error in FAILURES[self._ability]
             if key == self._test:
                 self._end_test(error, is_failure, now)
             elif is_failure:
@@ -276,7 +255,7 @@ class CircuitBreaker:
 
     def _open(self, now: float) -> None:
         is_again = self.state is not BreakerState.WORKING or now < self._until
-        self.pause_s = min(self._rules.max_pause_s, 2 * self.pause_s) if is_again else PAUSE_S
+        self.pause_s = min(MAX_PAUSES_S[self._ability], 2 * self.pause_s) if is_again else PAUSE_S
         self._until = now + self.pause_s * (1 + JITTER * self._random())
         self.state = BreakerState.OPEN
         self._hangs = False
