@@ -362,12 +362,16 @@ def test_a_result_reported_twice_counts_once(rig: Rig) -> None:
 
 
 def test_a_read_that_raises_keeps_its_host_slots(rig: Rig) -> None:
-    """Threads of the tier may have begun to fill them."""
-    guarded = GuardedTier(rig.liar)
+    """Threads of the tier may have begun to fill them. Nothing else is asked any more."""
+    guarded, keys = GuardedTier(rig.liar), chain("a", 2)
     rig.break_("read", boom)
-    assert guarded.read(chain("a", 2), np.arange(2)) == chain("a", 2)
-    assert guarded.contains(chain("a", 2)).tolist() == [LookupState.MISS] * 2
+    rig.break_("contains", lambda keys, ahead: [HIT] * len(keys))
+    assert guarded.read(keys, np.arange(2)) == keys
+    assert guarded.contains(keys).tolist() == [LookupState.MISS] * 2
     assert guarded.read(chain("b", 2), np.arange(2)) == []
+    results = [TierResult(key, True) for key in keys]
+    rig.break_("poll", lambda: results)
+    assert guarded.poll() == results
 
 
 def test_a_check_of_our_own_is_raised_on(rig: Rig) -> None:
