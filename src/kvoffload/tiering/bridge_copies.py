@@ -60,7 +60,7 @@ class Staged(NamedTuple):
 
 
 @dataclass(slots=True)
-class Request:
+class StoringRequest:
     """What is known of a request."""
 
     keys: list[OffloadKey] = field(default_factory=list)
@@ -88,7 +88,7 @@ class Stores:
         self._max_batch = _max_batch(self._max_staged // 4, block_bytes)
         self._staged: list[Staged] = []
         self._num_staged = 0
-        self._requests: OrderedDict[str, Request] = OrderedDict()
+        self._requests: OrderedDict[str, StoringRequest] = OrderedDict()
         """The request that stored least recently first."""
         self._num_keys = 0
 
@@ -214,9 +214,9 @@ class Stores:
 
     # Requests.
 
-    def _extend(self, chain: RequestChain) -> Request:
+    def _extend(self, chain: RequestChain) -> StoringRequest:
         """Returns the request of ``chain``, which is its chain now."""
-        request = self._requests.setdefault(chain.request, Request())
+        request = self._requests.setdefault(chain.request, StoringRequest())
         self._requests.move_to_end(chain.request)
         known = len(request.keys)
         if known > chain.length or (known and not request.keys[-1].endswith(chain.keys[known - 1])):
@@ -232,7 +232,7 @@ class Stores:
             self._num_keys -= len(forgotten.keys)
         return request
 
-    def _offer(self, name: str, request: Request) -> None:
+    def _offer(self, name: str, request: StoringRequest) -> None:
         """Counts a use of the blocks by which the chain has grown, before they are stored, and offers the chain."""
         grown = request.keys[request.num_used :]
         request.num_used = len(request.keys)
