@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -48,6 +49,14 @@ class RequestChain(NamedTuple):
     namespace: bytes
 
 
+class JobState(enum.Enum):
+    OPEN = enum.auto()
+    """Its pages may be touched."""
+    STOPPED = enum.auto()
+    """It ends after the copy of a block that has begun."""
+    ENDED = enum.auto()
+
+
 @dataclass(slots=True, eq=False)
 class BridgeJob:
     """A store from, or a load into, ``pages``, one per key. ``number`` is None if a thread waits for the job.
@@ -62,18 +71,16 @@ class BridgeJob:
     chain: RequestChain | None
     is_use: bool
     """Whether it is a use of its keys, or part of a use of the chain."""
-    names: list[OffloadKey] = field(default_factory=list)
+    state: JobState = field(default=JobState.OPEN, init=False)
+    names: list[OffloadKey] = field(default_factory=list, init=False)
     """The keys with the ``namespace`` in front. Not made with the job: that is on the engine's thread."""
-    begun: int = 0
+    begun: int = field(default=0, init=False)
     """How many of its blocks have been looked at."""
-    done: set[int] = field(default_factory=set)
+    done: set[int] = field(default_factory=set, init=False)
     """The indices of the blocks that are done."""
     num_open: int = field(init=False)
     """Blocks that are neither done nor given up."""
-    nbytes: int = 0
-    may_copy: bool = True
-    """Whether its pages may be touched."""
-    has_ended: bool = False
+    nbytes: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self.num_open = len(self.keys)
@@ -81,6 +88,10 @@ class BridgeJob:
     @property
     def is_load(self) -> bool:
         return self.chain is None
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state is JobState.ENDED
 
     def name_keys(self) -> None:
         self.names = [self.namespace + key for key in self.keys]
@@ -157,7 +168,7 @@ class Jobs:
             self._copying, pages = job, job.pages
         try:
             for index, slot in zip(indices, slots, strict=True):
-                if not job.may_copy:
+                if job.state is not JobState.OPEN:
                     break
                 _copy(pages[index], self._slots[slot], job.is_load)
                 num_copied += 1
@@ -165,7 +176,7 @@ class Jobs:
             with self._changed:
                 self._copying = None
                 job.nbytes += num_copied * self._slots.shape[1]
-                if not job.may_copy and not job.has_ended:
+                if job.state is JobState.STOPPED:
                     self._end(job)
                 self._changed.notify_all()
         return num_copied
@@ -180,8 +191,9 @@ class Jobs:
     def _stop(self, jobs: Sequence[BridgeJob]) -> None:
         """Ends ``jobs``: the one whose pages are being touched after the copy of a block."""
         for job in jobs:
-            job.may_copy = False
-            if job is not self._copying and not job.has_ended:
+            if job.state is JobState.OPEN and job is self._copying:
+                job.state = JobState.STOPPED
+            elif job.state is JobState.OPEN:
                 self._end(job)
 
     def wait(self, job: BridgeJob, timeout_s: float) -> None:
@@ -212,7 +224,7 @@ class Jobs:
 
     def _end(self, job: BridgeJob) -> None:
         del self._open[job]
-        job.has_ended, job.may_copy, job.pages = True, False, ()
+        job.state, job.pages = JobState.ENDED, ()
         self._num_pages -= 0 if job.is_load else len(job.keys)
         if job.number is not None:
             done = frozenset(job.keys[i] for i in job.done)
