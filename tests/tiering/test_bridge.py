@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffload.abc import ConfigError, IntegrityError, KVGroup, MissReason, OffloadKey, States, TierError
+from kvoffload.abc import ConfigError, IntegrityError, KVGroup, MissReason, OffloadKey, Slots, States, TierError
 from kvoffload.abc.tier import HIT, MISS, RETRY
 from kvoffload.cache.keys import make_offload_key
 from kvoffload.tiering import bridge as bridge_module
@@ -545,6 +545,22 @@ def test_a_check_that_fails_switches_the_bridge_off(where: str, caplog: pytest.L
     assert not rig.bridge._jobs.inbox
     rig.bridge.close()
     rig.foreign.close()
+
+
+def test_a_tier_that_raises_costs_its_own_blocks() -> None:
+    class Raising(SpyTier):
+        def read(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
+            raise ValueError("planted")
+
+    rig = BridgeRig(tier_class=Raising, load_deadline_ms=500.0)
+    keys = chain("x", 4)
+    rig.store_all(keys)
+    rig.bridge.load(1, keys, rig.foreign.clear(range(4)), "l")
+    rig.step(3)
+    rig.clock.now += 1
+    rig.step(3)
+    assert [(end.job, end.ok) for end in rig.bridge.finished()] == [(1, False)]
+    assert rig.bridge.fault is None
 
 
 def test_stores_are_dropped_while_no_tier_can_be_written() -> None:
