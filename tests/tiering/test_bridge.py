@@ -300,6 +300,9 @@ def test_drain_waits_for_the_copy_under_way_and_no_longer(monkeypatch: pytest.Mo
     (end,) = rig.bridge.finished()
     assert not end.ok
     rig.foreign.close()
+    rig.settle()
+    assert rig.bridge.lookup(keys).tolist() == [HIT] + [MISS] * 3, "nor found"
+    assert rig.held(keys) == [0]
 
 
 def test_after_a_reset_nothing_from_before_is_found() -> None:
