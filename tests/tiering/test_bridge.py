@@ -225,7 +225,7 @@ class Touched(SpyTier):
 
 
 def test_a_request_is_one_use_of_its_chain() -> None:
-    rig = BridgeRig(tier_class=Touched)
+    rig = BridgeRig(tier_class=Touched, load_deadline_ms=1.0)
     assert isinstance(rig.tier, Touched)
     keys = chain("x", 8)
     rig.store(keys[:3], keys[:4])
@@ -236,6 +236,10 @@ def test_a_request_is_one_use_of_its_chain() -> None:
     rig.bridge.end_request("another", keys[:4])
     rig.settle()
     assert rig.tier.touched == rig.name([*keys, *keys[:4]])
+    rig.tier.touched.clear()
+    assert rig.bridge.get(keys[:2], rig.foreign.pages(range(2))) == [False] * 2, "the thread does not run"
+    rig.settle()
+    assert rig.tier.touched == rig.name(keys[:2])
 
 
 def test_requests_that_never_end_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
