@@ -408,27 +408,6 @@ def test_writes_that_hang_pause_the_tier_and_tests_of_them_are_bounded() -> None
     assert on_disk(rig, chain("z", 4)) == 4
 
 
-def test_a_test_write_that_hangs_does_not_keep_the_tier_in_the_test() -> None:
-    rig = Rig(host_blocks=64, tier_blocks=100, load_deadline_ms=1000)
-    keys = chain("x", 2)
-    rig.store_below(keys)
-    pause(rig, Ability.WRITE)
-    half_open(rig, Ability.WRITE)
-    other = chain("y", 2)
-    rig.tier.hanging = {other[0]: 1e9}
-    rig.store(other)
-    rig.settle()
-    writes = health(rig, Ability.WRITE)
-    assert writes.state is BreakerState.TESTING
-    rig.clock.now += WRITE_DEADLINE_S
-    rig.settle()
-    assert writes.state is BreakerState.OPEN  # type: ignore[comparison-overlap]
-    half_open(rig, Ability.WRITE)
-    rig.store(chain("z", 2))
-    rig.settle()
-    assert writes.state is BreakerState.WORKING, "another block may test it next"
-
-
 def test_one_tier_that_hangs_leaves_another_its_share_of_writes() -> None:
     rig = Rig(host_blocks=64, num_tiers=2, num_threads=64, write_share=0.25)
     slow, fast = rig.tiers
@@ -524,6 +503,17 @@ def test_a_hang_ends_when_a_transfer_that_hung_succeeds() -> None:
     assert end_test(breaker, 300.0, TierError.IO) is BreakerState.OPEN
     breaker.ended(Ended([TierResult(b"a", True)]), 300.1)
     assert breaker.state is BreakerState.OPEN, "it is not paused for a hang any more"
+
+
+def test_a_test_that_hangs_is_followed_by_another_one() -> None:
+    breaker = lone_breaker()
+    fail_alone(breaker, 0.0)
+    breaker.update(10.0)
+    breaker.begun(10.0, num_before=0)
+    breaker.begin_test(b"hangs")
+    assert breaker.detect_hang([b"hangs"], 11.0)
+    assert breaker.state is BreakerState.OPEN
+    assert end_test(breaker, 20.0) is BreakerState.WORKING
 
 
 def test_a_breaker_that_is_off_stays_off() -> None:
