@@ -298,7 +298,8 @@ class Loads:
         there nor on its way is given up. Ends the batch if it waits for nothing else."""
         arrived = None if batch.job.has_ended else self._look(batch)
         if batch.job.has_ended or not batch.left:
-            self._remove(batch)
+            del self._batches[batch]
+            self._manager.release_request(ReqContext(batch.request))
         return arrived
 
     def _look(self, batch: LoadBatch) -> Copy | None:
@@ -321,13 +322,3 @@ class Loads:
             self._jobs.settle(batch.job, indices[:num_copied], True)
 
         return Copy(batch.job, indices, slots, end)
-
-    def _remove(self, batch: LoadBatch) -> None:
-        del self._batches[batch]
-        self._manager.release_request(ReqContext(batch.request))
-
-    def forget(self) -> None:
-        """Ends all batches, whose jobs have ended."""
-        self._queue.clear()
-        for batch in list(self._batches):
-            self._remove(batch)

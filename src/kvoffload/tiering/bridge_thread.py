@@ -173,7 +173,6 @@ class BridgeThread:
         if self._served != self.namespace:
             self._served = self.namespace
             self._stores.forget()
-            self._loads.forget()
             self.manager.forget()
 
     def _take_in(self) -> None:
@@ -203,7 +202,7 @@ class BridgeThread:
         self._has_ended = True
         self._jobs.close()
         self._jobs.inbox.clear()
-        for release in (self._stores.forget, self._loads.forget, self.manager.shutdown):
+        for release in (self._stores.forget, self.manager.shutdown):
             try:
                 with self.lock():
                     release()
