@@ -540,7 +540,8 @@ def test_a_check_that_fails_switches_the_bridge_off(where: str, caplog: pytest.L
     rig.bridge.store(2, chain("y", 2), rig.foreign.pages([5, 6]), chain("y", 2), "r")
     if where == "contains":
         assert rig.bridge.lookup(keys).tolist() == [MISS] * 4
-    rig.bridge.start()
+    else:
+        rig.bridge.start()
     assert sorted((end.job, end.ok) for end in wait_for(rig.bridge.finished, 2)) == [(1, False), (2, False)]
     assert rig.bridge.fault == "IntegrityError: planted"
     assert rig.bridge.lookup(keys).tolist() == [MISS] * 4
