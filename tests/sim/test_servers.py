@@ -170,14 +170,13 @@ def reset_deletes_the_blocks_of_others(monkeypatch: pytest.MonkeyPatch) -> type[
 
 
 def breaker_that_never_closes(monkeypatch: pytest.MonkeyPatch) -> type[SharedMedium]:
-    monkeypatch.setattr(CircuitBreaker, "update", lambda breaker, now: None)
-    monkeypatch.setattr(CircuitBreaker, "end_hang", lambda breaker, now: False)
+    monkeypatch.setattr(CircuitBreaker, "_close", lambda breaker, now: None)
     return StoreMedium
 
 
 def breaker_that_never_opens(monkeypatch: pytest.MonkeyPatch) -> type[SharedMedium]:
-    monkeypatch.setattr(CircuitBreaker, "add_failures", lambda breaker, num_failures, now: False)
-    monkeypatch.setattr(CircuitBreaker, "hang", lambda breaker, now: False)
+    monkeypatch.setattr(CircuitBreaker, "_add_failures", lambda breaker, failures, now: None)
+    monkeypatch.setattr(CircuitBreaker, "detect_hang", lambda breaker, under_way, now: False)
     return PlainMedium
 
 

@@ -1,20 +1,10 @@
-"""The conformance suite of vLLM's secondary tiers, as pytest classes.
+"""The conformance suite of vLLM's secondary tiers, as a pytest class: what vLLM's ``SecondaryTierManager`` asks for,
+then what kvoffload asks of every tier beside that: no wrong bytes, whatever happens to the medium, no blocks of others,
+a budget, no wait without an end.
 
-Subclass it and give an entry of vLLM's option ``secondary_tiers``::
-
-    from tests.suites.secondary_tier_conformance import SecondaryTierConformance
-
-    class TestMyTier(SecondaryTierConformance):
-        def entry(self, folder):
-            return {"type": "MyTier", "module_path": "my_package.tier", "dir": str(folder)}
-
-Two groups of tests, each of use alone: ``SecondaryTierContract`` states what vLLM's ``SecondaryTierManager`` asks for,
-``SecondaryTierLaws`` what kvoffload asks of every tier beside that: no wrong bytes, whatever happens to the medium, no
-blocks of others, a budget, no wait without an end. The hooks below the entry make laws testable; without them the tests
-of these laws are skipped.
-
-``make_tier`` builds the tier with vLLM's own configuration and factory. After every step the suite checks that jobs
-were reported once, that what was reported as loaded has the right bytes, and that no other row has changed.
+Subclasses give an entry of vLLM's option ``secondary_tiers``, of which the suite builds the tier with vLLM's own
+configuration and factory. After every step it checks that jobs were reported once, that what was reported as loaded has
+the right bytes, and that no other row has changed.
 """
 
 from __future__ import annotations
@@ -71,8 +61,8 @@ def content(key: bytes, nbytes: int) -> npt.NDArray[np.uint8]:
     return np.random.default_rng(list(key)).integers(0, 256, nbytes, dtype=np.uint8)
 
 
-def spoil_files(folder: Path, fault: Fault, page_bytes: int = 4096) -> bool:
-    """Plants ``fault`` in all files below ``folder`` that have a whole page. Returns whether there were any."""
+def spoil_files(folder: Path, fault: Fault, page_bytes: int = 4096) -> None:
+    """Plants ``fault`` in all files below ``folder`` that have a whole page."""
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.stat().st_size >= page_bytes]
     for path in paths:
         size = path.stat().st_size // page_bytes * page_bytes
@@ -89,7 +79,6 @@ def spoil_files(folder: Path, fault: Fault, page_bytes: int = 4096) -> bool:
             pages = np.fromfile(other, dtype=np.uint8, count=page_bytes).reshape(-1, page_bytes)
         with path.open("r+b") as file:
             file.write(pages.tobytes())
-    return bool(paths)
 
 
 def bytes_on_disk(folder: Path) -> int:
@@ -285,48 +274,27 @@ class Steps:
         self.memory.close()
 
 
-class _Suite:
-    """The entry, the hooks, and helpers that make tiers of them."""
-
-    def entry(self, folder: Path) -> dict[str, Any]:
-        """Returns the entry of ``secondary_tiers`` for a tier that keeps its blocks below ``folder``, with room for
-        2000 chunks of 4096 bytes."""
-        raise NotImplementedError
-
-    def make_tier(self, server: Server, folder: Path, rows: memoryview) -> Any:
-        """Returns the tier of ``server``. Models, too, lie below ``folder``, beside the tier's blocks."""
-        return secondary_tier(server, folder / "models", self.entry(folder / "tier"), rows)
-
-    # Hooks.
+class SecondaryTierConformance:
+    """The hooks, helpers that make tiers, and the tests."""
 
     bounded_s = 15.0
     """Seconds in which calls that may wait must end, whatever the medium does."""
-    outlives = True
-    """Whether a later process finds the blocks that were stored."""
     serves_after_drain = True
     """Whether blocks that are stored after ``drain_jobs`` are found. vLLM calls it when it resets its caches."""
-    budget_bytes: int | None = None
-    """The most bytes that ``bounded_entry`` allows the tier on its medium; None if the medium bounds itself."""
+    budget_bytes: int
+    """The most bytes that the tier may have on its medium."""
 
-    def bounded_entry(self, folder: Path) -> dict[str, Any]:
-        """Returns an entry that allows ``budget_bytes``."""
-        return self.entry(folder)
+    def entry(self, folder: Path) -> dict[str, Any]:
+        """Returns the entry of ``secondary_tiers`` for a tier that keeps at most ``budget_bytes`` below ``folder``."""
+        raise NotImplementedError
 
-    def used_bytes(self, folder: Path) -> int:
-        """Returns the bytes that the tier has on its medium."""
-        return bytes_on_disk(folder)
+    def lose(self, folder: Path) -> None:
+        """Makes the medium lose all blocks, as if somebody had deleted them."""
+        raise NotImplementedError
 
-    def spoil(self, folder: Path, fault: Fault) -> bool:
-        """Plants ``fault`` in the medium. Returns False if that is not possible. ``spoil_files`` does it for files."""
-        return False
-
-    def lose(self, folder: Path) -> bool:
-        """Makes the medium lose all blocks, as if somebody had deleted them. Returns False if that is not possible."""
-        return False
-
-    def hold(self, tier: Any) -> AbstractContextManager[None] | None:
-        """Returns a context in which the medium of ``tier`` answers nothing; None if that is not possible."""
-        return None
+    def hold(self, tier: Any) -> AbstractContextManager[None]:
+        """Returns a context in which the medium of ``tier`` answers nothing."""
+        raise NotImplementedError
 
     # Helpers.
 
@@ -342,7 +310,8 @@ class _Suite:
     def start(self, server: Server | None = None) -> Steps:
         """Starts ``server`` in a process of its own, as far as the tier can see."""
         server = server or Server()
-        steps = Steps(lambda rows: self.make_tier(server, self.folder, rows), row_bytes(server))
+        models, entry = self.folder / "models", self.entry(self.medium)
+        steps = Steps(lambda rows: secondary_tier(server, models, entry, rows), row_bytes(server))
         self.opened.append(steps)
         return steps
 
@@ -382,9 +351,7 @@ class _Suite:
         """Where the tier keeps its blocks."""
         return self.folder / "tier"
 
-
-class SecondaryTierContract(_Suite):
-    """What vLLM's ``SecondaryTierManager`` asks for."""
+    # What vLLM's ``SecondaryTierManager`` asks for.
 
     def test_a_new_tier_is_empty_and_idle(self) -> None:
         steps = self.start()
@@ -581,15 +548,11 @@ class SecondaryTierContract(_Suite):
             assert steps.load(keys) == set(keys)
         steps.close()
 
-
-class SecondaryTierLaws(_Suite):
-    """What kvoffload asks of every tier beside vLLM's contract."""
+    # What kvoffload asks of every tier beside vLLM's contract.
 
     def test_a_later_process_finds_what_was_stored(self) -> None:
         keys = chain(40)
         self.start_with(keys).close()
-        if not self.outlives:
-            pytest.skip("no block outlives the process")
         steps = self.start()
         steps.await_found(keys)
         assert steps.load(keys) == set(keys)
@@ -605,15 +568,13 @@ class SecondaryTierLaws(_Suite):
         keys = chain(16)
         steps = self.start_with(keys)
         self.settle(steps)
-        if self.outlives:
-            # What is in memory does not count.
-            steps.close()
-            steps = self.start() if promised else steps
-        context = steps.request(keys) if promised else None
+        # What is in memory does not count.
+        steps.close()
         if promised:
+            steps = self.start()
+            context = steps.request(keys)
             assert steps.answers(context, keys) == [True] * len(keys)
-        if not self.spoil(self.medium, fault):
-            pytest.skip("the medium cannot be spoiled")
+        spoil_files(self.medium, fault)
         if not promised:
             steps = self.start()
             context = steps.request(keys)
@@ -641,8 +602,7 @@ class SecondaryTierLaws(_Suite):
         self.settle(steps)
         context = steps.request(keys)
         steps.answers(context, keys)
-        if not self.lose(self.medium):
-            pytest.skip("the medium cannot be made to lose blocks")
+        self.lose(self.medium)
         job = steps.submit_load(context, keys)
         steps.wait(job)
         if not steps.loaded[job]:
@@ -665,8 +625,6 @@ class SecondaryTierLaws(_Suite):
         ],
     )
     def test_servers_that_compute_other_blocks_do_not_find_these(self, other: Server) -> None:
-        if not self.outlives:
-            pytest.skip("no block outlives the process")
         keys = chain(6)
         self.start_with(keys).close()
         steps = self.start(other)
@@ -674,15 +632,7 @@ class SecondaryTierLaws(_Suite):
         assert steps.load(keys) == set()
 
     def test_the_budget_holds(self) -> None:
-        if self.budget_bytes is None:
-            pytest.skip("the medium bounds itself")
-        server = Server()
-        steps = Steps(
-            lambda rows: secondary_tier(server, self.folder / "models", self.bounded_entry(self.medium), rows),
-            row_bytes(server),
-        )
-        self.opened.append(steps)
-        size = 32
+        steps, size = self.start(), 32
         for i in range(2 * self.budget_bytes // (size * steps.nbytes)):
             keys = chain(size, f"chain {i}")
             context = steps.request(keys)
@@ -692,19 +642,17 @@ class SecondaryTierLaws(_Suite):
                 time.sleep(0.001)
             steps.end(context)
             if i % 8 == 0:
-                used = self.used_bytes(self.medium)
+                used = bytes_on_disk(self.medium)
                 assert used <= self.budget_bytes, f"{used:,} bytes on the medium, {self.budget_bytes:,} are allowed"
         found = steps.find(keys)
         assert found, "nothing of the last chain is there"
         assert steps.load(found, keys) == set(found)
-        assert self.used_bytes(self.medium) <= self.budget_bytes
+        assert bytes_on_disk(self.medium) <= self.budget_bytes
 
     def test_nothing_is_kept_that_no_request_can_reach(self) -> None:
         """vLLM looks chains up from their heads: chunks behind one that was never stored are out of reach."""
         keys = chain(8)
         steps = self.start()
-        if not self.outlives:
-            pytest.skip("no block outlives the process")
         context = steps.request(keys)
         steps.wait(steps.submit_store(context, keys[4:]))
         steps.end(context)
@@ -716,7 +664,8 @@ class SecondaryTierLaws(_Suite):
         """vLLM itself has no deadline for a tier that says RETRY: the request would wait for ever."""
         keys, unknown = chain(16), chain(4, "unknown")
         steps = self.start_with(keys)
-        with self.held(steps):
+        self.settle(steps)
+        with self.hold(steps.tier):
             context = steps.request(keys)
             steps.submit_load(context, keys)
             steps.submit_store(steps.request(unknown), unknown)
@@ -729,7 +678,8 @@ class SecondaryTierLaws(_Suite):
         """vLLM calls them on the scheduler's thread, and the rows must be free afterwards."""
         keys, others = chain(16), [chain(8, f"other {i}") for i in range(3)]
         steps = self.start_with(keys)
-        with self.held(steps):
+        self.settle(steps)
+        with self.hold(steps.tier):
             for again in range(2):
                 steps.submit_load(steps.request(keys), keys)
                 for other in others:
@@ -743,28 +693,3 @@ class SecondaryTierLaws(_Suite):
             self.within(self.bounded_s, steps.tier.shutdown)
             steps.watch()
             steps.free_rows()
-
-    def held(self, steps: Steps) -> AbstractContextManager[None]:
-        """Returns a context in which the medium stands still."""
-        self.settle(steps)
-        held = self.hold(steps.tier)
-        if held is None:
-            pytest.skip("the medium cannot be made to stand still")
-        return held
-
-
-class SecondaryTierConformance(SecondaryTierContract, SecondaryTierLaws):
-    """Both groups."""
-
-
-__all__ = [
-    "Fault",
-    "SecondaryTierConformance",
-    "SecondaryTierContract",
-    "SecondaryTierLaws",
-    "Steps",
-    "bytes_on_disk",
-    "chain",
-    "content",
-    "spoil_files",
-]

@@ -14,7 +14,7 @@ import pytest
 from kvoffload.abc import IntegrityError, OffloadKey, TierError
 from kvoffload.abc.tier import HIT
 from kvoffload.tiering.bridge import JobEnd, Page
-from kvoffload.tiering.bridge_jobs import BridgeJob, Jobs
+from kvoffload.tiering.bridge_jobs import BridgeJob, Jobs, RequestChain
 from kvoffload.tiering.writes import WriteThrough
 from tests.scale import scaled
 from tests.sim.memory_tier import StoredBlock
@@ -284,7 +284,7 @@ def copies_late(monkeypatch: pytest.MonkeyPatch) -> None:
         pages = job.pages
 
         def copy_now() -> int:
-            again = BridgeJob(None, job.is_load, job.keys, pages, "", b"", 0.0, 0.0)
+            again = BridgeJob(None, job.keys, pages, b"", 0.0, 0.0, job.chain, False)
             return copy(self, again, indices, slots)
 
         late.append(copy_now)
@@ -300,9 +300,10 @@ def keeps_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[Sequence[Page]] = []
     submit = Jobs.submit
 
-    def keep(self: Jobs, job: BridgeJob) -> None:
-        kept[:] = [job.pages]
-        submit(self, job)
+    def keep(self: Jobs, entry: BridgeJob | RequestChain) -> None:
+        if isinstance(entry, BridgeJob):
+            kept[:] = [entry.pages]
+        submit(self, entry)
 
     monkeypatch.setattr(Jobs, "submit", keep)
 

@@ -121,32 +121,6 @@ def test_a_block_found_in_a_shared_medium_is_announced_too() -> None:
     assert (event.keys, event.removed, event.is_shared) == ([b"a"], False, True)
 
 
-def test_deleted_blocks_and_blocks_of_a_reset_are_removed() -> None:
-    rig = Rig(enable_events=True)
-    first, second = chain("a", 2), chain("b", 2)
-    for keys in (first, second):
-        rig.store(keys)
-        rig.settle()
-    index: dict[str | None, set[OffloadKey]] = {}
-    rig.manager.drop(first)
-    rig.manager.poll()
-    apply(index, list(rig.manager.take_events()))
-    assert index == {None: set(second), "memory": set(second)}
-
-
-def test_of_a_block_that_was_deleted_and_written_again_the_last_event_counts() -> None:
-    rig = Rig(enable_events=True)
-    keys = chain("a", 2)
-    rig.store(keys)
-    rig.settle()
-    rig.manager.drop(keys)
-    rig.store(keys)
-    rig.settle()
-    index: dict[str | None, set[OffloadKey]] = {}
-    apply(index, list(rig.manager.take_events()))
-    assert index == {None: set(keys), "memory": set(keys)}
-
-
 def test_pending_events_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events_module, "MAX_PENDING_EVENTS", 4)
     events = TierEvents(MemoryTier(make_pools(1, SLOT_BYTES), 1))

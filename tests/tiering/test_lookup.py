@@ -183,7 +183,7 @@ def test_late_answers_count_once_per_lookup_and_pause_the_tier() -> None:
             assert rig.manager.lookup(keys, ReqContext(f"r{i}")) == 0
             rig.manager.poll()
     assert rig.counts()["tier_lookup_failures:memory-2"] == MAX_FAILURES
-    assert rig.manager.tiers[1].read_health.breaker.state is BreakerState.OPEN
+    assert rig.manager.tiers[1].read_health.state is BreakerState.OPEN
     assert rig.manager.tiers[0].can_read
     assert rig.manager.lookup(chain("y", 10), A) == 0, "no request waits for its answer any more"
 

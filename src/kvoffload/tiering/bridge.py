@@ -35,8 +35,8 @@ from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies.lru import LRUPolicy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.host.pool import HostPool, padded_slot_bytes
-from kvoffload.tiering.bridge_copies import MAX_CHAIN_KEYS, STORE_SHARE, RequestEnd
-from kvoffload.tiering.bridge_jobs import BridgeJob, JobEnd, Jobs, Page
+from kvoffload.tiering.bridge_copies import MAX_CHAIN_KEYS, STORE_SHARE
+from kvoffload.tiering.bridge_jobs import BridgeJob, JobEnd, Jobs, Page, RequestChain
 from kvoffload.tiering.bridge_thread import FIRST_DELAY_S, MAX_DELAY_S, BridgeThread
 from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings, TierSettings
 from kvoffload.tiering.plan import ChainLayout
@@ -114,7 +114,7 @@ class TierBridge:
         """Whether tiers want to know what will be looked up next."""
         self._former: deque[tuple[bytes, float]] = deque(maxlen=MAX_FORMER)
         """The namespaces before resets, and when these came."""
-        self._jobs = Jobs(slots, block_bytes, settings.max_pages, clock)
+        self._jobs = Jobs(slots[:, :block_bytes], settings.max_pages, clock)
         self._thread = BridgeThread(manager, self._jobs, block_bytes, namespace(fingerprint), clock, close_pool)
         self._numbers = itertools.count()
         self._resets = itertools.count(int.from_bytes(os.urandom(4), "big"))
@@ -142,8 +142,7 @@ class TierBridge:
         """Whether no job is open, ``finished`` has nothing to report and nothing is being written to a tier."""
         if self._jobs.num_open or self._jobs.has_reports:
             return False
-        is_over = self._thread.is_closed or self.fault is not None
-        return is_over or self._thread.ask(lambda: not self._thread.is_busy, False, LOCK_DEADLINE_S)
+        return self._jobs.is_closed or self._thread.ask(lambda: not self._thread.is_busy, False, LOCK_DEADLINE_S)
 
     # Jobs.
 
@@ -159,9 +158,9 @@ class TierBridge:
             since = self._thread.stuck_since
             may_wait = since is not None and self._clock() - since < self._lookup_deadline_s
             return np.full(len(keys), RETRY if may_wait else MISS, dtype=np.uint8)
-        if not self._thread.is_asking and (states == RETRY).any():
-            self._thread.is_asking = True
-            self._thread.wake.set()
+        if (states == RETRY).any():
+            # The thread takes in the answer.
+            self._jobs.wake.set()
         return states
 
     def store(
@@ -179,32 +178,30 @@ class TierBridge:
         not change otherwise. A block is written only if all blocks before it are held, or come. A job for which there
         is no room in time is dropped.
         """
-        self._submit(job, keys, pages, request, chain)
+        self._submit(job, keys, pages, self._chain(request, chain))
 
     def load(self, job: int, keys: Sequence[OffloadKey], pages: Sequence[Page], request: str) -> None:
         """Begins to load ``keys[i]`` into ``pages[i]``. What has not arrived after ``load_deadline_ms`` is missing in
         the report, and so is what is corrupt or gone. The content of the pages of such keys is undefined."""
-        self._submit(job, keys, pages, request)
+        self._submit(job, keys, pages, is_use=False)
 
     def _submit(
         self,
         number: int | None,
         keys: Sequence[OffloadKey],
         pages: Sequence[Page],
-        request: str,
-        chain: Sequence[OffloadKey] | None = None,
+        chain: RequestChain | None = None,
         is_use: bool = True,
     ) -> BridgeJob:
         """Begins a store of blocks of ``chain``, without one a load."""
-        is_load, since = chain is None, self._clock()
-        deadline = since + (self._load_deadline_s if is_load else STORE_DEADLINE_S)
-        job = BridgeJob(number, is_load, list(keys), list(pages), request, self._thread.namespace, since, deadline)
-        if chain is not None:
-            job.chain, job.chain_length, job.is_use = chain, len(chain), is_use
+        since, prefix = self._clock(), self._thread.namespace if chain is None else chain.namespace
+        deadline = since + (self._load_deadline_s if chain is None else STORE_DEADLINE_S)
+        job = BridgeJob(number, list(keys), list(pages), prefix, since, deadline, chain, is_use)
         self._jobs.submit(job)
-        # Also if it has ended at once: then the request of a store has a hole.
-        self._thread.post(job)
         return job
+
+    def _chain(self, request: str, chain: Sequence[OffloadKey]) -> RequestChain:
+        return RequestChain(request, chain, len(chain), self._thread.namespace)
 
     def finished(self) -> list[JobEnd]:
         """Returns the jobs that have ended since the last call, each once."""
@@ -213,40 +210,34 @@ class TierBridge:
     def end_request(self, request: str, chain: Sequence[OffloadKey]) -> None:
         """Takes in that a request has ended: it was one use of ``chain``, which is whole now. Call it once, after the
         last ``store`` of the request; for an aborted one too."""
-        self._thread.post(RequestEnd(request, chain, len(chain), self._thread.namespace))
+        self._jobs.submit(self._chain(request, chain))
 
     # Calls that wait.
 
     def get(self, keys: Sequence[OffloadKey], pages: Sequence[Page]) -> list[bool]:
-        """Loads ``keys[i]`` into ``pages[i]`` and counts a use of ``keys``, a chain. Returns which have arrived, after
+        """Loads ``keys[i]`` into ``pages[i]``, as a use of ``keys``, a chain. Returns which have arrived, after
         ``load_deadline_ms`` at the latest."""
-        job = self._submit(None, keys, pages, "")
+        job = self._submit(None, keys, pages)
         self._jobs.wait(job, self._load_deadline_s)
-        if job.done:
-            self._thread.post([job.namespace + key for key in keys])
         return [i in job.done for i in range(len(keys))]
 
     def put(self, keys: Sequence[OffloadKey], pages: Sequence[Page], chain: Sequence[OffloadKey]) -> list[bool]:
         """Stores ``keys[i]`` from ``pages[i]``. ``chain``: the whole chain up to the last of them, head first. Returns
         which were taken over, or are held already, after STORE_DEADLINE_S at the latest."""
-        request = f"put-{next(self._numbers)}"
-        job = self._submit(None, keys, pages, request, chain, is_use=False)
-        self.end_request(request, chain)
+        whole = self._chain(f"put-{next(self._numbers)}", chain)
+        job = self._submit(None, keys, pages, whole, is_use=False)
+        self._jobs.submit(whole)
         self._jobs.wait(job, STORE_DEADLINE_S)
         return [i in job.done for i in range(len(keys))]
 
     def exists(self, keys: Sequence[OffloadKey], chain: Sequence[OffloadKey] = ()) -> States:
         """Returns HIT or MISS per key, after ``lookup_deadline_ms`` at the latest."""
         deadline, delay = time.monotonic() + self._lookup_deadline_s, FIRST_DELAY_S
-        while True:
-            states = self.lookup(keys, chain)
-            is_open = states == RETRY
-            if is_open.any() and time.monotonic() < deadline:
-                time.sleep(delay)
-                delay = min(2 * delay, MAX_DELAY_S)
-                continue
-            states[is_open] = MISS
-            return states
+        while ((states := self.lookup(keys, chain)) == RETRY).any() and time.monotonic() < deadline:
+            time.sleep(delay)
+            delay = min(2 * delay, MAX_DELAY_S)
+        states[states == RETRY] = MISS
+        return states
 
     # The end.
 
@@ -263,7 +254,7 @@ class TierBridge:
         # No later process could find what is stored from here on.
         self._thread.namespace = TRANSIENT + (next(self._resets) % (1 << 32)).to_bytes(4, "big")
         self._jobs.stop()
-        self._thread.wake.set()
+        self._jobs.wake.set()
 
     def close(self) -> None:
         """Drains and closes everything within CLOSE_DEADLINE_S. Afterwards lookups are misses, jobs end as failed, and

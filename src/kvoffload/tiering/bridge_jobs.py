@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import enum
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -17,6 +17,9 @@ from kvoffload.abc import ByteArray, IntegrityError, OffloadKey
 Page: TypeAlias = Sequence[npt.NDArray[np.uint8]]
 """The memory of one block: one-dimensional arrays, ``block_bytes`` bytes together, in order."""
 
+MAX_INBOX = 4096
+"""Jobs and ends of requests that the bridge's thread has not seen yet. There are so many only while a tier hangs; those
+beyond are dropped."""
 GRACE_S = 1.0
 """How long after its deadline a job ends if the bridge's thread does not end it."""
 
@@ -37,57 +40,79 @@ class JobEnd(NamedTuple):
     seconds: float
 
 
+class RequestChain(NamedTuple):
+    """The first ``length`` keys of ``keys`` are the chain of ``request`` so far."""
+
+    request: str
+    keys: Sequence[OffloadKey]
+    length: int
+    namespace: bytes
+
+
+class JobState(enum.Enum):
+    OPEN = enum.auto()
+    """Its pages may be touched."""
+    STOPPED = enum.auto()
+    """It ends after the copy of a block that has begun."""
+    ENDED = enum.auto()
+
+
 @dataclass(slots=True, eq=False)
 class BridgeJob:
     """A store from, or a load into, ``pages``, one per key. ``number`` is None if a thread waits for the job.
-
-    ``names``: the keys with the ``namespace`` in front. ``chain``: its first ``chain_length`` keys are the chain of
-    ``request`` when the job was submitted.
-    """
+    ``chain``: that of the request whose blocks are stored; None for a load."""
 
     number: int | None
-    is_load: bool
     keys: Sequence[OffloadKey]
     pages: Sequence[Page]
-    request: str
     namespace: bytes
     since: float
     deadline: float
-    chain: Sequence[OffloadKey] = ()
-    chain_length: int = 0
-    is_use: bool = True
-    """Whether the job is part of a use of the chain. If not, its request counts none."""
-    names: list[OffloadKey] = field(default_factory=list)
-    begun: int = 0
+    chain: RequestChain | None
+    is_use: bool
+    """Whether it is a use of its keys, or part of a use of the chain."""
+    state: JobState = field(default=JobState.OPEN, init=False)
+    names: list[OffloadKey] = field(default_factory=list, init=False)
+    """The keys with the ``namespace`` in front. Not made with the job: that is on the engine's thread."""
+    begun: int = field(default=0, init=False)
     """How many of its blocks have been looked at."""
-    done: set[int] = field(default_factory=set)
+    done: set[int] = field(default_factory=set, init=False)
     """The indices of the blocks that are done."""
     num_open: int = field(init=False)
     """Blocks that are neither done nor given up."""
-    nbytes: int = 0
-    may_copy: bool = True
-    """Whether its pages may be touched."""
-    has_ended: bool = False
+    nbytes: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self.num_open = len(self.keys)
 
+    @property
+    def is_load(self) -> bool:
+        return self.chain is None
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state is JobState.ENDED
+
     def name_keys(self) -> None:
-        """Makes ``names``. Not when the job is made: that is on the engine's thread."""
-        if not self.names:
-            self.names = [self.namespace + key for key in self.keys]
+        self.names = [self.namespace + key for key in self.keys]
 
 
 class Jobs:
-    """The open jobs of a bridge, and the reports of those that have ended. Any thread may call any method, but one
-    thread alone copies.
+    """The open jobs of a bridge, what its thread has not seen yet, and the reports of jobs that have ended. Any thread
+    may call any method, but one thread alone copies.
 
-    ``max_pages``: pages of stores that wait at the same time. ``slots``: the staging pool, shape (slots, slot_bytes).
+    ``max_pages``: pages of stores that wait at the same time. ``slots``: the staging pool, shape (slots, block_bytes).
     """
 
-    def __init__(self, slots: ByteArray, block_bytes: int, max_pages: int, clock: Callable[[], float]) -> None:
+    def __init__(self, slots: ByteArray, max_pages: int, clock: Callable[[], float]) -> None:
+        self.inbox: deque[BridgeJob | RequestChain] = deque()
+        """What the thread has not seen yet, at most MAX_INBOX. A chain: its request has ended."""
+        self.wake = threading.Event()
+        """Set when there is something to do for the thread."""
+        self.is_closed = False
+        self.num_settled = 0
+        """Blocks of which the jobs are done with, since the start."""
         self._slots = slots
-        self._block_bytes = block_bytes
         self._max_pages = max_pages
         self._clock = clock
         self._changed = threading.Condition()
@@ -96,11 +121,8 @@ class Jobs:
         self._num_pages = 0
         """Pages of open stores."""
         self._reports: deque[JobEnd] = deque()
-        self.num_settled = 0
-        """Blocks of which the jobs are done with, since the start."""
         self._look_at = 0.0
         """When to look next for jobs that are long past their deadlines."""
-        self._is_closed = False
 
     @property
     def num_open(self) -> int:
@@ -110,23 +132,29 @@ class Jobs:
     def has_reports(self) -> bool:
         return bool(self._reports)
 
-    def submit(self, job: BridgeJob) -> None:
-        """Opens ``job``. It ends at once if there is nothing to do, if too many pages wait, or if all is closed."""
+    def submit(self, entry: BridgeJob | RequestChain) -> None:
+        """Hands a job, or the chain of a request that has ended, to the thread. A job ends at once if there is nothing
+        to do, if too many pages or calls wait, or if all is closed."""
         with self._changed:
-            num_pages = 0 if job.is_load else len(job.keys)
-            self._num_pages += num_pages
-            self._open[job] = None
-            has_room = self._num_pages <= self._max_pages or self._num_pages == num_pages
-            if self._is_closed or not job.keys or not has_room:
-                self._end(job)
+            is_taken = not self.is_closed and len(self.inbox) < MAX_INBOX
+            if isinstance(entry, BridgeJob):
+                num_pages = 0 if entry.is_load else len(entry.keys)
+                self._num_pages += num_pages
+                self._open[entry] = None
+                has_room = self._num_pages <= self._max_pages or self._num_pages == num_pages
+                if not (is_taken and entry.keys and has_room):
+                    self._end(entry)
+            if is_taken:
+                # A store that has ended at once, too: its request has a hole.
+                self.inbox.append(entry)
+                self.wake.set()
 
-    def settle(self, job: BridgeJob, indices: Sequence[int], done: bool, nbytes: int = 0) -> None:
+    def settle(self, job: BridgeJob, indices: Sequence[int], done: bool) -> None:
         """Takes in that blocks of ``job`` are done, or are given up. Ends the job with its last block."""
         with self._changed:
             if not job.has_ended:
                 self.num_settled += len(indices)
                 job.num_open -= len(indices)
-                job.nbytes += nbytes
                 if done:
                     job.done.update(indices)
                 if job.num_open == 0:
@@ -136,38 +164,37 @@ class Jobs:
         """Copies blocks of ``job`` between their pages and ``slots``. Returns how many, from the first one on: fewer if
         the job is to end meanwhile."""
         num_copied = 0
-        with self._touch(job) as pages:
-            for index, slot in zip(indices, slots, strict=True):
-                if not job.may_copy:
-                    break
-                _copy(pages[index], self._slots[slot, : self._block_bytes], job.is_load)
-                num_copied += 1
-        return num_copied
-
-    @contextmanager
-    def _touch(self, job: BridgeJob) -> Iterator[Sequence[Page]]:
-        """Returns a context in which the pages of ``job`` may be touched while ``job.may_copy``."""
         with self._changed:
-            self._copying = job
-            pages = job.pages
+            self._copying, pages = job, job.pages
         try:
-            yield pages
+            for index, slot in zip(indices, slots, strict=True):
+                if job.state is not JobState.OPEN:
+                    break
+                _copy(pages[index], self._slots[slot], job.is_load)
+                num_copied += 1
         finally:
             with self._changed:
                 self._copying = None
-                if not job.may_copy and not job.has_ended:
+                job.nbytes += num_copied * self._slots.shape[1]
+                if job.state is JobState.STOPPED:
                     self._end(job)
                 self._changed.notify_all()
+        return num_copied
 
     def stop(self, jobs: Sequence[BridgeJob] | None = None) -> None:
         """Ends ``jobs``, by default all that are open. When it returns, none of their pages is touched any more."""
         with self._changed:
             stopped = list(self._open) if jobs is None else jobs
-            for job in stopped:
-                job.may_copy = False
-                if job is not self._copying and not job.has_ended:
-                    self._end(job)
+            self._stop(stopped)
             self._changed.wait_for(lambda: all(job.has_ended for job in stopped))
+
+    def _stop(self, jobs: Sequence[BridgeJob]) -> None:
+        """Ends ``jobs``: the one whose pages are being touched after the copy of a block."""
+        for job in jobs:
+            if job.state is JobState.OPEN and job is self._copying:
+                job.state = JobState.STOPPED
+            elif job.state is JobState.OPEN:
+                self._end(job)
 
     def wait(self, job: BridgeJob, timeout_s: float) -> None:
         """Returns when ``job`` has ended, or has been stopped after ``timeout_s``."""
@@ -178,9 +205,10 @@ class Jobs:
     def close(self) -> None:
         """Ends all jobs, now and from now on."""
         with self._changed:
-            self._is_closed = True
+            self.is_closed = True
         self.stop()
         self._slots = np.empty((0, 0), dtype=np.uint8)
+        self.wake.set()
 
     def finished(self) -> list[JobEnd]:
         """Returns the reports since the last call. Ends jobs that are long past their deadlines, because the thread
@@ -189,17 +217,14 @@ class Jobs:
             now = self._clock()
             if self._open and now >= self._look_at:
                 self._look_at = now + GRACE_S / 4
-                for job in [each for each in self._open if now >= each.deadline + GRACE_S]:
-                    job.may_copy = False
-                    if job is not self._copying:
-                        self._end(job)
+                self._stop([job for job in self._open if now >= job.deadline + GRACE_S])
             reports = list(self._reports)
             self._reports.clear()
             return reports
 
     def _end(self, job: BridgeJob) -> None:
         del self._open[job]
-        job.has_ended, job.may_copy, job.pages = True, False, ()
+        job.state, job.pages = JobState.ENDED, ()
         self._num_pages -= 0 if job.is_load else len(job.keys)
         if job.number is not None:
             done = frozenset(job.keys[i] for i in job.done)

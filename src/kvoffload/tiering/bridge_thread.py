@@ -10,14 +10,12 @@ import itertools
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
-from kvoffload.abc import OffloadKey
 from kvoffload.locks import FairLock
-from kvoffload.tiering.bridge_copies import Copy, Loads, RequestEnd, Stores
+from kvoffload.tiering.bridge_copies import Copy, Loads, Stores
 from kvoffload.tiering.bridge_jobs import BridgeJob, Jobs
 from kvoffload.tiering.manager import TieredOffloadingManager
 
@@ -26,8 +24,6 @@ logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 Otherwise = TypeVar("Otherwise")
 
-MAX_INBOX = 4096
-"""Calls that the thread has not seen yet. There are so many only while a tier hangs; those beyond are dropped."""
 CALL_WAIT_S = 0.005
 """How long calls of an engine's scheduler wait for the lock of the manager. After that a lookup is answered RETRY. The
 thread may hold it longer: for long chains, or while a tier hangs in a call."""
@@ -42,7 +38,7 @@ CLOSE_DEADLINE_S = 30.0
 
 
 class BridgeThread:
-    """The thread of a bridge, which owns the manager: it makes the copies of ``jobs``, and does what the inbox says.
+    """The thread of a bridge, which owns the manager: it does what the inbox of ``jobs`` says, and makes their copies.
 
     If a check fails, it is off: all jobs end as failed. ``namespace``: that of keys at first.
     """
@@ -61,13 +57,10 @@ class BridgeThread:
         """Why it is off; None if it serves."""
         self.namespace = namespace
         """The namespace of keys, another one after a reset."""
-        self.is_closed = False
         self.lock = FairLock()
         """Held while the manager, or what the thread has planned, is used."""
         self.stuck_since: float | None = None
         """Since when calls have waited for the lock in vain."""
-        self.is_asking = False
-        """Whether a lookup was answered RETRY since the last step."""
         self.thread: threading.Thread | None = None
         self.manager = manager
         self._jobs = jobs
@@ -75,13 +68,9 @@ class BridgeThread:
         self._loads = Loads(manager, jobs, block_bytes, clock)
         self._clock = clock
         self._close_pool = close_pool
-        self.inbox: deque[BridgeJob | RequestEnd | list[OffloadKey]] = deque()
-        """What the thread has not seen yet, at most MAX_INBOX. Keys are a chain that was used."""
         self._served = namespace
         """The namespace of what the thread has seen: another one while it has not seen a reset."""
         self._has_ended = False
-        self.wake = threading.Event()
-        """Set when there is something to do."""
 
     def start(self) -> None:
         self.thread = threading.Thread(target=self._run, name="kvoffload-bridge", daemon=True)
@@ -89,9 +78,7 @@ class BridgeThread:
 
     def close(self) -> None:
         """Ends everything within CLOSE_DEADLINE_S."""
-        self.is_closed = True
         self._jobs.close()
-        self.wake.set()
         if self.thread is None:
             self._end()
             return
@@ -102,34 +89,24 @@ class BridgeThread:
                 CLOSE_DEADLINE_S,
             )
 
-    def post(self, entry: BridgeJob | RequestEnd | list[OffloadKey]) -> None:
-        """Hands ``entry`` to the thread. A job for which there is no room ends."""
-        if self.is_closed or self.fault is not None:
-            return
-        if len(self.inbox) < MAX_INBOX:
-            self.inbox.append(entry)
-            self.wake.set()
-        elif isinstance(entry, BridgeJob):
-            self._jobs.stop([entry])
-
     @property
     def is_busy(self) -> bool:
         """Whether something is to be done, or is being written to a tier."""
-        if self._jobs.num_open or self.inbox or not self._stores.is_empty or self.is_asking:
+        if self._jobs.num_open or self._jobs.inbox or self._stores.queue:
             return True
         return self.manager.has_transfers or self.manager.has_pending_writes
 
     def ask(self, call: Callable[[], Answer], otherwise: Otherwise, wait_s: float = CALL_WAIT_S) -> Answer | Otherwise:
         """Returns what ``call`` returns with the lock held; ``otherwise`` if the bridge is off or closed, or the thread
         has kept the lock for ``wait_s``. If a check fails in ``call``, the bridge is off."""
-        if self.is_closed or self.fault is not None:
+        if self._jobs.is_closed:
             return otherwise
         with self.lock(wait_s if self.stuck_since is None else 0) as is_held:
             if not is_held:
                 self.stuck_since = self._clock() if self.stuck_since is None else self.stuck_since
                 return otherwise
             self.stuck_since = None
-            if self.is_closed or self.fault is not None:
+            if self._jobs.is_closed:
                 return otherwise
             try:
                 return call()
@@ -148,18 +125,17 @@ class BridgeThread:
                 exc_info=error,
             )
         self._jobs.close()
-        self.wake.set()
 
     def _run(self) -> None:
         try:
             delay = IDLE_DELAY_S
-            while not self.is_closed and self.fault is None:
+            while not self._jobs.is_closed:
                 if self.step():
                     delay = FIRST_DELAY_S
                     continue
                 delay = min(2 * delay, MAX_DELAY_S) if self.is_busy else IDLE_DELAY_S
-                self.wake.wait(delay)
-                self.wake.clear()
+                self._jobs.wake.wait(delay)
+                self._jobs.wake.clear()
             until = time.monotonic() + FLUSH_DEADLINE_S
             while self.fault is None and self.is_busy and time.monotonic() < until:
                 self.step()
@@ -173,16 +149,15 @@ class BridgeThread:
         """Does what there is to do now. Returns whether any of it has brought jobs or transfers on."""
         before = self._progress
         with self.lock():
-            self.is_asking = False
             self._forget_if_reset()
             self.manager.poll()
             self._take_in()
         # The lock is released often, lest lookups wait for it.
         with self.lock():
-            batches = self._loads.begin(self._served)
+            batches = self._loads.begin()
         for batch in batches:
             self._copy(partial(self._loads.look, batch))
-        self._copy(partial(self._stores.plan, self._served))
+        self._copy(self._stores.plan)
         return self._progress != before
 
     def _copy(self, plan: Callable[[], Copy | None]) -> None:
@@ -198,26 +173,27 @@ class BridgeThread:
         if self._served != self.namespace:
             self._served = self.namespace
             self._stores.forget()
-            self._loads.forget()
             self.manager.forget()
 
     def _take_in(self) -> None:
-        while self.inbox:
-            entry = self.inbox.popleft()
+        while self._jobs.inbox:
+            entry = self._jobs.inbox.popleft()
             # What came after a reset must not be forgotten by it.
             self._forget_if_reset()
-            if isinstance(entry, list):
-                self.manager.touch(entry, None, [])
+            if entry.namespace != self._served:
+                # Its submission began before the reset.
+                if isinstance(entry, BridgeJob):
+                    self._jobs.stop([entry])
             elif isinstance(entry, BridgeJob) and entry.is_load:
                 self._loads.submit(entry)
             else:
-                self._stores.submit(entry)
+                self._stores.queue.append(entry)
 
     @property
     def _progress(self) -> tuple[int, ...]:
         transfers = ((len(tier.reads), len(tier.writes.writing)) for tier in self.manager.tiers)
-        ended = (self._jobs.num_settled, self._stores.num_ended, self.manager.num_promotions)
-        return (*ended, *itertools.chain.from_iterable(transfers))
+        waiting = len(self._jobs.inbox) + len(self._stores.queue)
+        return (self._jobs.num_settled, waiting, self.manager.num_promotions, *itertools.chain.from_iterable(transfers))
 
     def _end(self) -> None:
         """Releases everything. The bridge is closed, or off."""
@@ -225,8 +201,8 @@ class BridgeThread:
             return
         self._has_ended = True
         self._jobs.close()
-        self.inbox.clear()
-        for release in (self._stores.forget, self._loads.forget, self.manager.shutdown):
+        self._jobs.inbox.clear()
+        for release in (self._stores.forget, self.manager.shutdown):
             try:
                 with self.lock():
                     release()

@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 
-from kvoffload.abc import OffloadingEvent, OffloadKey, Tier, TierError, TierResult
+from kvoffload.abc import OffloadingEvent, OffloadKey, Tier, TierError, TierResult, TierStats
+from kvoffload.cache.bills import TenantCounts
 from kvoffload.cache.history import MAX_PENDING_EVENTS
+from kvoffload.cache.manager import READ_STATE_EVERY_S
 
 STORAGE_MEDIUM = "STORAGE"
 """The medium of every lower tier, as vLLM names it. Events distinguish tiers by their names."""
@@ -84,3 +86,26 @@ class TierCounts:
         """Returns the counts since the last call, without those that are 0."""
         counts, self._counts = self._counts, defaultdict(float)
         return {name: count for name, count in counts.items() if count}
+
+
+class TierGauges:
+    """The sizes of ``tier`` and of its tenants, by names of METRICS."""
+
+    def __init__(self, tier: Tier) -> None:
+        self._tier = tier
+        self._num_evicted = 0
+        """Blocks that it had evicted when that was last counted."""
+        self._tenants = TenantCounts(tier.name)
+        self._tenants_at = float("-inf")
+        """When the counts of its tenants are read again."""
+
+    def take(self, stats: TierStats, count: Count, now: float) -> dict[str, float]:
+        """``stats``: those of the tier. Its evictions since the last call are added to ``count``."""
+        count("evicted_blocks", stats.num_evicted - self._num_evicted)
+        self._num_evicted = stats.num_evicted
+        sizes = {"blocks": stats.num_blocks, "used_bytes": stats.used_bytes, "capacity_bytes": stats.capacity_bytes}
+        gauges = {f"tier_{name}:{self._tier.name}": float(size) for name, size in sizes.items() if size is not None}
+        if now >= self._tenants_at:
+            self._tenants_at = now + READ_STATE_EVERY_S
+            gauges |= self._tenants.take(self._tier.tenant_uses(), self._tier.block_bytes, now)
+        return gauges

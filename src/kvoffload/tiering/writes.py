@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, KeysView, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +22,7 @@ from kvoffload.abc import (
 from kvoffload.abc.tier import HIT, MISS, PENDING
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.tiering.chains import BACKLOG_SHARE, Backlog, Chain, ChainState, WriteLog, WriteOutcome
+from kvoffload.tiering.events import Count
 from kvoffload.tiering.plan import Bools, ChainLayout, WritePlan, plan_writes
 from kvoffload.tiering.rates import Ended
 from kvoffload.tiering.tier_blocks import TierBlocks
@@ -44,11 +46,11 @@ class Pace:
     """How fast a tier takes on what it is given, and when it is asked again."""
 
     def __init__(self) -> None:
-        self.progress_at = float("-inf")
+        self.progress_at = -math.inf
         """When a write last began or ended, or a chain was offered."""
-        self._refused_at: float | None = None
-        """When the tier last took on nothing, None if it has done something since."""
-        self._idle_since: float | None = None
+        self._refused_at = -math.inf
+        """When the tier last took on nothing, unless it has done something since."""
+        self._idle_since = math.inf
         """Since when the tier takes on nothing although it has nothing to do."""
 
     def is_patient(self, now: float) -> bool:
@@ -57,24 +59,21 @@ class Pace:
 
     def may_ask(self, now: float) -> bool:
         """Returns whether the tier is given more blocks now."""
-        return self._refused_at is None or now - self._refused_at >= REFUSAL_S
+        return now - self._refused_at >= REFUSAL_S
 
     def progressed(self, now: float) -> None:
         """A write has begun or ended."""
-        self.progress_at, self._refused_at, self._idle_since = now, None, None
+        self.progress_at, self._refused_at, self._idle_since = now, -math.inf, math.inf
 
     def refused(self, now: float, is_idle: bool) -> bool:
         """The tier has refused some blocks; ``is_idle``: although it has nothing to do. Returns whether their chain is
         to be dropped."""
         self._refused_at = now
-        if not is_idle:
-            self._idle_since = None
-        elif self._idle_since is None:
-            self._idle_since = now
-        elif now - self._idle_since > GIVE_UP_S:
-            self._idle_since = None
-            return True
-        return False
+        self._idle_since = min(self._idle_since, now) if is_idle else math.inf
+        gives_up = now - self._idle_since > GIVE_UP_S
+        if gives_up:
+            self._idle_since = math.inf
+        return gives_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +88,38 @@ class WriteSettings:
     """Returns which blocks are worth writing to this tier. None: all are."""
     backlog_share: float = BACKLOG_SHARE
     """Keys in the backlog, as a multiple of the host's blocks."""
+
+
+class ChainLimits:
+    """How much of a chain ``tier`` is given: what it has room for, since the tail of a longer chain would evict its
+    head, and what the ``admission`` accepts, since nothing behind could be found. None accepts all."""
+
+    def __init__(self, tier: Tier, layout: ChainLayout, admission: Admission | None) -> None:
+        self.admission = admission
+        self._tier = tier
+        self._layout = layout
+
+    def num_units(self, by_group: Sequence[Sequence[OffloadKey]]) -> int:
+        """Returns how many leading units of a chain the tier may be given."""
+        layout = self._layout
+        num_units = layout.num_units(by_group)
+        most_blocks = self._tier.most_blocks(by_group[0][0]) if num_units else None
+        if most_blocks is not None:
+            num_units = min(num_units, max(0, most_blocks - layout.num_states) // layout.kv_blocks_per_unit)
+        if self.admission is not None:
+            for keys, per_unit in zip(by_group, layout.blocks_per_unit, strict=True):
+                accepted = self.admission.accepts(keys[: num_units * per_unit])
+                if not all(accepted):
+                    num_units = accepted.index(False) // per_unit
+        return num_units
+
+    def num_promised(self, by_group: Sequence[Sequence[OffloadKey]], promised: Collection[OffloadKey]) -> int:
+        """Returns how many leading units of a chain have all of ``promised``."""
+        num_units = 0
+        for keys, per_unit in zip(by_group, self._layout.blocks_per_unit, strict=True):
+            last = next((i for i in range(len(keys) - 1, -1, -1) if keys[i] in promised), -1)
+            num_units = max(num_units, last // per_unit + 1)
+        return min(num_units, self._layout.num_units(by_group))
 
 
 class WriteThrough:
@@ -114,7 +145,7 @@ class WriteThrough:
         tier: Tier,
         settings: WriteSettings,
         promised: PromisedBlocks,
-        count: Callable[[str, float], None],
+        count: Count,
         clock: Callable[[], float],
     ) -> None:
         self._host = host
@@ -123,7 +154,7 @@ class WriteThrough:
         self._layout = ChainLayout(settings.groups)
         self._count = count
         self._clock = clock
-        self._admission = settings.admission
+        self._limits = ChainLimits(tier, self._layout, settings.admission)
         self._blocks = TierBlocks(host, tier, self._layout, settings.is_worth, promised.deadlines)
         self.writing: KeysView[OffloadKey] = self._blocks.history_of.keys()
         """Blocks that the tier has not reported yet, each with a pin in the host."""
@@ -144,16 +175,13 @@ class WriteThrough:
     def lacks(self, keys: Sequence[OffloadKey]) -> Bools:
         """Returns which of ``keys`` are worth having in the host, so that they can be written: the tier neither holds
         them nor is being given them, and the admission accepts them."""
-        lacking: Bools = (self._tier.contains(keys) != HIT) & ~self._blocks.are_under_way(keys)
-        if self._admission is not None and lacking.any():
-            lacking &= np.array(self._admission.accepts(keys), dtype=np.bool_)
-        return lacking
+        return ~(self.is_done(keys) | self._blocks.are_under_way(keys))
 
     def is_done(self, keys: Sequence[OffloadKey]) -> Bools:
         """Returns which of ``keys`` the tier holds, or will not be given."""
         done: Bools = self._tier.contains(keys) == HIT
-        if self._admission is not None and not done.all():
-            done |= ~np.array(self._admission.accepts(keys), dtype=np.bool_)
+        if self._limits.admission is not None and not done.all():
+            done |= ~np.array(self._limits.admission.accepts(keys), dtype=np.bool_)
         return done
 
     def may_write(self, keys: Sequence[OffloadKey], request: str) -> bool:
@@ -172,8 +200,8 @@ class WriteThrough:
 
     def count_request(self, keys: Sequence[OffloadKey], req_context: ReqContext | None) -> None:
         """Tells the admission that a request asks for ``keys``."""
-        if self._admission is not None:
-            self._admission.count(keys, req_context)
+        if self._limits.admission is not None:
+            self._limits.admission.count(keys, req_context)
 
     def owes(self, keys: Sequence[OffloadKey]) -> bool:
         """Returns whether the tier was promised some of ``keys`` and has not got them."""
@@ -184,22 +212,22 @@ class WriteThrough:
         which blocks end. It takes the place of the chain that was offered for the same request before. If the tier
         holds all of it, there is nothing to do."""
         before = self.backlog.of_request(request)
-        if before is not None:
-            state = before.state if before.state in (ChainState.STARTED, ChainState.RESTING) else ChainState.FRESH
-            self.backlog.move(before, ChainState.GONE)
-        elif self._holds(keys):
+        if before is None and self._holds(keys):
             return
-        else:
-            state = ChainState.FRESH
+        state, history = ChainState.FRESH, WriteLog()
+        if before is not None:
+            history = before.history
+            if before.state in (ChainState.STARTED, ChainState.RESTING):
+                state = before.state
+            self.backlog.move(before, ChainState.GONE)
         keys = list(keys)
         by_group = self._layout.split(keys)
-        num_units, waiting = self._num_writable(by_group), self._promised.deadlines
+        num_units, waiting = self._limits.num_units(by_group), self._promised.deadlines
         promised = [key for key in keys if key in waiting] if waiting else []
         if promised:
-            num_units = max(num_units, self._num_promised(by_group))
+            num_units = max(num_units, self._limits.num_promised(by_group, waiting))
         if num_units == 0:
             return
-        history = WriteLog() if before is None else before.history
         chain = Chain(keys, by_group, num_units, is_whole, request, history)
         self.backlog.move(chain, state)
         if promised:
@@ -214,29 +242,6 @@ class WriteThrough:
         if self._tier.is_shared or not keys or self._tier.contains(keys[-1:])[0] != HIT:
             return False
         return bool((self._tier.contains(keys) == HIT).all())
-
-    def _num_writable(self, by_group: Sequence[Sequence[OffloadKey]]) -> int:
-        """Returns how many leading units of a chain the tier may be given: what it has room for, since the tail of a
-        longer chain would evict its head, and what the admission accepts, since nothing behind could be found."""
-        layout = self._layout
-        num_units = layout.num_units(by_group)
-        most_blocks = self._tier.most_blocks(by_group[0][0]) if num_units else None
-        if most_blocks is not None:
-            num_units = min(num_units, max(0, most_blocks - layout.num_states) // layout.kv_blocks_per_unit)
-        if self._admission is not None:
-            for keys, per_unit in zip(by_group, layout.blocks_per_unit, strict=True):
-                accepted = self._admission.accepts(keys[: num_units * per_unit])
-                if not all(accepted):
-                    num_units = accepted.index(False) // per_unit
-        return num_units
-
-    def _num_promised(self, by_group: Sequence[Sequence[OffloadKey]]) -> int:
-        """Returns how many leading units of a chain have all that is promised of it."""
-        waiting, num_units = self._promised.deadlines, 0
-        for keys, per_unit in zip(by_group, self._layout.blocks_per_unit, strict=True):
-            last = next((i for i in range(len(keys) - 1, -1, -1) if keys[i] in waiting), -1)
-            num_units = max(num_units, last // per_unit + 1)
-        return min(num_units, self._layout.num_units(by_group))
 
     def expire(self) -> None:
         """Gives up promised blocks that were not written in time."""
@@ -318,10 +323,12 @@ class WriteThrough:
         if not writes:
             return
         self._pace.progressed(self._clock())
-        self._count_results(writes)
+        _count_results(writes, self._count)
         histories = self._blocks.end(writes.keys)
         if self._promised.deadlines:
-            self._keep(writes.good.keys)
+            # The tier keeps what is promised of these from now on.
+            self.backlog.settle(writes.good.keys)
+            self._promised.written(writes.good.keys)
         failed: dict[WriteLog, bool] = {}
         """The requests of which writes have failed, and whether that was a failure of the tier."""
         if not writes.all_ok or 0 in writes.nbytes:
@@ -338,20 +345,6 @@ class WriteThrough:
             history.num_failures += is_failure
             if history.chain is not None:
                 self._rewrite(history.chain)
-
-    def _keep(self, keys: Sequence[OffloadKey]) -> None:
-        """The tier has ``keys``, or need not have them now, and keeps what is promised of them."""
-        self.backlog.settle(keys)
-        self._promised.written(keys)
-
-    def _count_results(self, writes: Ended) -> None:
-        # Those of no bytes were held by a shared medium already.
-        written = [nbytes for nbytes, error in zip(writes.nbytes, writes.errors, strict=True) if nbytes and not error]
-        num_ok, num_gone = writes.errors.count(None), writes.errors.count(TierError.GONE)
-        self._count("write_seconds", sum(writes.seconds))
-        self._count("write_blocks", len(written))
-        self._count("write_bytes", sum(written))
-        self._count("write_failures", len(writes) - num_ok - num_gone)
 
     def _plan(self, chain: Chain) -> WritePlan:
         """Returns which blocks of the chain are to be written next."""
@@ -382,8 +375,6 @@ class WriteThrough:
             return
         if self._host.explain_miss(holes[0]).reason is MissReason.EVICTED:
             self._count("dropped_writes", self._blocks.num_lacking(chain, in_host=False))
-        if chain.promised:
-            self._give_up([key for key in chain.promised if key not in self.writing])
         self._blocks.delete_unreachable(chain)
         self._finish(chain)
 
@@ -392,10 +383,7 @@ class WriteThrough:
         if chain.promised and is_over:
             # It has these already, or no lookup could use them.
             self._give_up([key for key in chain.promised if key not in self.writing])
-        if chain.promised or not is_over:
-            self.backlog.move(chain, ChainState.HELD)
-        else:
-            self.backlog.move(chain, ChainState.GONE)
+        self.backlog.move(chain, ChainState.HELD if chain.promised or not is_over else ChainState.GONE)
         if chain.is_whole and chain.history.num_writes > chain.num_writes_before:
             # Blocks written after the request had ended are newer than those before them in the chain.
             self._tier.touch(chain.keys, list(chain.history.fates))
@@ -432,3 +420,13 @@ class WriteThrough:
                     lacking = (self._tier.contains(before) == MISS) & ~self._blocks.in_tier(before, chain.history)
                     if lacking.any():
                         raise IntegrityError("a chain is written behind a hole")
+
+
+def _count_results(writes: Ended, count: Count) -> None:
+    # Those of no bytes were held by a shared medium already.
+    written = [nbytes for nbytes, error in zip(writes.nbytes, writes.errors, strict=True) if nbytes and not error]
+    num_ok, num_gone = writes.errors.count(None), writes.errors.count(TierError.GONE)
+    count("write_seconds", sum(writes.seconds))
+    count("write_blocks", len(written))
+    count("write_bytes", sum(written))
+    count("write_failures", len(writes) - num_ok - num_gone)
