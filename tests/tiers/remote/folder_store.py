@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from kvoffload.abc import ByteArray
 from kvoffload.tiers.remote.client import Outcome, StoreClient, StoreError
-from tests.tiers.remote.memory_store import fill
+from tests.tiers.remote.memory_store import MemoryClient
 
 VALUES = "values"
 
@@ -29,7 +29,7 @@ class FolderStore:
         return {"folder": str(self.folder)}
 
     def switch(self, fault: str, on: bool = True) -> None:
-        """Switches a fault: unreachable, hang, hang-get, hang-put, crash, fail, full, chatter. Or ``rows``: clients
+        """Switches a fault: unreachable, hang, hang-get, hang-put, crash, chatter. Or ``rows``: clients
         that connect from now on move values through registered memory."""
         if on:
             (self.folder / fault).touch()
@@ -43,23 +43,51 @@ class FolderStore:
         return self.folder / VALUES / name.replace("/", "_")
 
 
-class FolderClient(StoreClient):
+class Files(MutableMapping[str, ByteArray]):
+    """Values in files."""
+
     def __init__(self, store: FolderStore) -> None:
         self._store = store
+
+    def __getitem__(self, name: str) -> ByteArray:
+        try:
+            return np.fromfile(self._store.path(name), dtype=np.uint8)
+        except FileNotFoundError:
+            raise KeyError(name) from None
+
+    def __setitem__(self, name: str, value: ByteArray) -> None:
+        unfinished = self._store.folder / f"{os.getpid()}-{id(value)}"
+        value.tofile(unfinished)
+        unfinished.rename(self._store.path(name))
+
+    def __delitem__(self, name: str) -> None:
+        self._store.path(name).unlink()
+
+    def __iter__(self) -> Iterator[str]:
+        return (path.name for path in self._store.values())
+
+    def __len__(self) -> int:
+        return len(self._store.values())
+
+
+class FolderClient(MemoryClient):
+    def __init__(self, store: FolderStore) -> None:
+        super().__init__()
+        self._store = store
+        self.values = Files(store)
         self.registers_memory = self._is_on("rows")
         self._registered: list[ByteArray] = []
 
     def register(self, memory: ByteArray) -> None:
         self._registered.append(memory)
 
-    def exists(self, names: Sequence[str]) -> list[Outcome]:
-        self._fail("")
-        return [Outcome.OK if self._store.path(name).exists() else Outcome.MISSING for name in names]
-
     def get(self, names: Sequence[str], buffers: Sequence[Sequence[ByteArray]]) -> list[Outcome]:
-        self._fail("-get")
         self._check(buffers)
-        return [self._get(self._store.path(name), parts) for name, parts in zip(names, buffers, strict=True)]
+        return super().get(names, buffers)
+
+    def put(self, names: Sequence[str], buffers: Sequence[Sequence[ByteArray]]) -> list[Outcome]:
+        self._check(buffers)
+        return super().put(names, buffers)
 
     def _check(self, buffers: Sequence[Sequence[ByteArray]]) -> None:
         """Asserts that registered memory is used if it has to be."""
@@ -67,47 +95,14 @@ class FolderClient(StoreClient):
             (whole,) = each
             assert any(np.shares_memory(whole, memory) for memory in self._registered)
 
-    def _get(self, path: Path, parts: Sequence[ByteArray]) -> Outcome:
-        try:
-            data = np.fromfile(path, dtype=np.uint8)
-        except FileNotFoundError:
-            return Outcome.MISSING
-        return fill(data, parts)
-
-    def put(self, names: Sequence[str], buffers: Sequence[Sequence[ByteArray]]) -> list[Outcome]:
-        self._fail("-put")
-        if self._is_on("full"):
-            return [Outcome.FULL] * len(names)
-        self._check(buffers)
-        return [self._put(self._store.path(name), parts) for name, parts in zip(names, buffers, strict=True)]
-
-    def _put(self, path: Path, parts: Sequence[ByteArray]) -> Outcome:
-        unfinished = self._store.folder / f"{os.getpid()}-{id(parts)}"
-        np.concatenate(parts).tofile(unfinished)
-        try:
-            os.link(unfinished, path)
-        except FileExistsError:
-            return Outcome.HELD
-        finally:
-            unfinished.unlink()
-        return Outcome.OK
-
-    def remove(self, names: Sequence[str]) -> list[Outcome]:
-        self._fail("")
-        for name in names:
-            self._store.path(name).unlink(missing_ok=True)
-        return [Outcome.OK] * len(names)
-
     def _is_on(self, fault: str) -> bool:
         return (self._store.folder / fault).exists()
 
-    def _fail(self, kind: str) -> None:
-        while self._is_on("hang") or (kind and self._is_on("hang" + kind)):
+    def _call(self, name: str, names: Sequence[str]) -> None:
+        while self._is_on("hang") or self._is_on(f"hang-{name}"):
             time.sleep(0.01)
         if self._is_on("crash"):
             os.abort()
-        if self._is_on("fail"):
-            raise StoreError("the store fails on purpose")
         if self._is_on("chatter"):
             print("x" * 100_000, file=sys.stderr, flush=True)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 
 import numpy as np
 
@@ -17,7 +17,7 @@ class MemoryClient(StoreClient):
     """Values in ``values``. The next ``num_errors`` calls fail; ``room``: values that fit."""
 
     def __init__(self) -> None:
-        self.values: dict[str, ByteArray] = {}
+        self.values: MutableMapping[str, ByteArray] = {}
         self.num_errors = 0
         self.room = 1 << 20
         self.calls: list[tuple[str, int]] = []

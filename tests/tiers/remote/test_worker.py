@@ -93,7 +93,7 @@ def test_a_value_that_is_replaced_meanwhile_is_read_again() -> None:
     class Healing(MemoryClient):
         def get(self, names, buffers):  # type: ignore[no-untyped-def]
             outcomes = super().get(names, buffers)
-            self.values |= good
+            self.values.update(good)
             return outcomes
 
     rig = Rig(client=Healing())
