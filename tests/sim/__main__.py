@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from tests.sim import simulation
 from tests.sim.handovers import simulate_handovers
 from tests.sim.media import MEDIA
-from tests.sim.pairs import covering_array, run_row
+from tests.sim.pairs import beside_the_default, covering_array, run_row
 from tests.sim.servers import simulate_servers
 from tests.sim.simulation import Report, run_each
 
@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     if options.pairs:
-        rows = covering_array()
+        rows = covering_array() + beside_the_default(0) + beside_the_default(1) + beside_the_default(2)
         return _run(options, lambda seed: run_row(rows[seed % len(rows)], seed), "simulate --pairs")
     if not options.servers:
         return _run(options, simulation.simulate, "simulate")

@@ -1,8 +1,9 @@
 """Every two features together, on the model engine: rows of a covering array, each a server with everything it names.
 
 ``FEATURES`` has the values of each feature, and ``CONFLICTS`` the pairs of values that no server has.
-``covering_array`` chooses rows so that every other pair of values is in one of them at least. ``run_row`` runs a row:
-a server, and with a lower tier the next one on the same medium. The laws of the model engine must hold, and these,
+``covering_array`` chooses rows so that every other pair of values is in one of them at least; ``beside_the_default`` has
+the default with one or two values changed. ``run_row`` runs a row: a server, and with a lower tier the next one on the
+same medium. The laws of the model engine must hold, and these,
 which concern several features:
 
 - bills of tenants add up to what was copied; no record retains or stores more than its request has;
@@ -158,6 +159,22 @@ def covering_array(seed: int = 0, tries: int = 40) -> list[Row]:
     return rows
 
 
+def beside_the_default(num_changes: int) -> list[Row]:
+    """Returns the default, the first value of each feature, with every ``num_changes`` values that are others; and with
+    what these need."""
+    default = {name: values[0] for name, values in FEATURES.items()}
+    needs = {("contents", "exclusive"): "inclusive", ("tenants", "none"): "shares"}
+    rows: dict[str, Row] = {}
+    for names in itertools.combinations(FEATURES, num_changes):
+        for values in itertools.product(*(FEATURES[name][1:] for name in names)):
+            row = default | dict(zip(names, values, strict=True))
+            for pair in pairs_of(row) & REFUSED:
+                row |= {name: needs[name, value] for name, value in pair if (name, value) in needs}
+            if not pairs_of(row) & REFUSED:
+                rows[str(row)] = row
+    return list(rows.values())
+
+
 def _pair(*names: str) -> frozenset[tuple[str, str]]:
     return frozenset(((names[0], names[1]), (names[2], names[3])))
 
@@ -195,8 +212,8 @@ def scenario_of(row: Row, seed: int) -> Scenario:
         remote_decode_rate=0.5 if row["hand-over"] == "on" else 0.0,
         load_deadline_ms={"long": 1000.0, "short": 3.0, "none": 0.0}[row["deadline"]],
         drops_last_state=False,
-        # The last blocks of a prompt that is handed over are stored when it has ended, if there is room then.
-        num_host_blocks=400 if row["hand-over"] == "on" else rng.choice((8, 24, 48, 400)),
+        # What is promised waits for its tier in the host. The last blocks of a prompt are stored if there is room.
+        num_host_blocks=400 if "on" in (row["hand-over"], row["retention"]) else rng.choice((8, 24, 48, 400)),
         documents_seed=seed,
     )
     other = {

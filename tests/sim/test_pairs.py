@@ -17,9 +17,19 @@ from kvoffload.connector import request
 from kvoffload.connector.adapters import variant
 from tests.scale import scaled
 from tests.sim.engine import WrongBytes
-from tests.sim.pairs import FEATURES, REFUSED, PairServer, conflicts_in_words, covering_array, pairs_of, run_row
+from tests.sim.pairs import (
+    FEATURES,
+    REFUSED,
+    PairServer,
+    beside_the_default,
+    conflicts_in_words,
+    covering_array,
+    pairs_of,
+    run_row,
+)
 
 ROWS = covering_array()
+DEFAULTS = beside_the_default(0) + beside_the_default(1)
 SUPPORT = Path(__file__).parents[2] / "docs" / "support.md"
 
 
@@ -38,7 +48,7 @@ def test_every_two_values_are_in_a_row() -> None:
 
 def test_rows() -> None:
     seen: Counter[str] = Counter()
-    for seed, row in itertools.product(range(scaled(1)), ROWS):
+    for seed, row in itertools.product(range(scaled(1)), ROWS + DEFAULTS):
         seen += run_row(row, seed)
     never = [what for what in HAPPENS if not seen[what]]
     assert not never, f"never happened, so was not tested: {never}"
@@ -46,6 +56,7 @@ def test_rows() -> None:
 
 HAPPENS = (
     "blocks never stored",
+    "blocks retained on disk",
     "blocks that were handed over",
     "events",
     "load_failures",
@@ -125,7 +136,7 @@ def test_planted_bug_of_two_features_is_caught(
     bug: Bug, by: type[AssertionError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(request, "variant", variant)
-    for seed, row in itertools.product(range(20), ROWS):
+    for seed, row in itertools.product(range(20), DEFAULTS + ROWS):
         try:
             run_row(row, seed, bug)
         except by as error:
