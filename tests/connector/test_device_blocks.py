@@ -11,7 +11,15 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvoffload.abc import KVGroup, MissReason, OffloadingEvent, OffloadKey, ScheduledStep, TransferSpec
+from kvoffload.abc import (
+    KVGroup,
+    MissReason,
+    OffloadingEvent,
+    OffloadKey,
+    PrepareStoreOutput,
+    ScheduledStep,
+    TransferSpec,
+)
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies.lru import LRUPolicy
 from kvoffload.cache.slots import HostBackend
@@ -430,6 +438,15 @@ def test_what_the_load_of_a_waiting_request_takes_is_stored_ahead() -> None:
     assert not rig.step().stores
 
 
+def test_one_piece_of_a_load_is_stored_ahead() -> None:
+    free = list(range(1, 17))
+    rig = rig_of(num_host_blocks=32, next_free=lambda n: free[:n])
+    finish(rig, "a", prompt(16 * TOKENS), free[::-1])
+    rig.manager.complete_store(rig.manager.prepare_store(rig.keys(prompt(24, start=500))).store_spec)
+    assert rig.look_up(FakeRequest("b", [*prompt(24, start=500), 99])) == (24, True)
+    assert [device_ids(spec) for spec in rig.step().stores.values()] == [[2, 1]]
+
+
 def test_a_request_that_ends_takes_nothing_any_more() -> None:
     free = list(range(1, 17))
     rig = rig_of(num_host_blocks=32, next_free=lambda n: free[:n])
@@ -535,6 +552,15 @@ def test_above_tiers_that_are_off_a_block_can_be_lost(is_off: bool) -> None:
     rig.report(*meta.stores)
     rig.half.build_connector_meta(ScheduledStep({}, overwritten={1}))
     assert rig.half.metrics.snapshot().get("lost_blocks", 0) == is_off
+
+
+def test_what_the_policy_refuses_is_not_lost() -> None:
+    rig = rig_of()
+    finish(rig, "a", prompt(8), [1, 2])
+    nothing = rig.manager.backend.get_load_store_spec([], np.zeros(0, dtype=np.int64))
+    rig.manager.prepare_store = lambda keys, context, offer: PrepareStoreOutput([], nothing, [], keys)
+    assert not rig.start(FakeRequest("b", prompt(4, start=50)), [2]).stores
+    assert "lost_blocks" not in rig.half.metrics.snapshot()
 
 
 def test_without_room_for_all_the_head_of_a_chain_is_stored() -> None:

@@ -208,6 +208,15 @@ def test_a_very_long_hit_on_the_device_is_stored_over_several_steps(monkeypatch:
     assert rig.hit(rig.request(41)) == 40
 
 
+def test_a_hand_over_that_needs_no_block_ends() -> None:
+    """A request that goes on where a chunk begins needs none, and no tier is shared."""
+    rig = GroupRig([KVGroup(4, attention_chunk=8)])
+    request = rig.request(18)
+    request.kv_transfer_params = {"do_remote_decode": True}
+    rig.compute(request)
+    assert rig.half.request_finished(request) == (True, None)
+
+
 # Events.
 
 

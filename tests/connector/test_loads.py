@@ -123,3 +123,14 @@ def test_a_promise_that_cannot_be_kept_is_reported_as_broken() -> None:
     assert not rig.half.off
     assert rig.look_up(request) == (0, False), "and it never loads again"
     assert rig.step().broken_loads == {}, "reported once"
+
+
+def test_a_load_of_more_than_was_offered_is_reported_as_broken() -> None:
+    rig = Rig()
+    rig.store(prompt(8))
+    request = FakeRequest("r", prompt(13))
+    assert rig.look_up(request) == (8, True)
+    rig.allocate(request, [50, 51, 52], 12)
+    meta = rig.step()
+    assert not meta.loads
+    assert set(meta.broken_loads) == {"r"}

@@ -15,6 +15,7 @@ from kvoffload.cache.policies import make_policy
 from kvoffload.cache.policies.lru import LRUPolicy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.cache.tenants import Tenants
+from kvoffload.connector.messages import WorkerReport
 from kvoffload.connector.options import PARAM
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from tests.clock import Clock
@@ -28,6 +29,21 @@ def test_events_come_once() -> None:
     events = [(event.keys, event.removed) for event in rig.half.take_events()]
     assert events == [(rig.keys(prompt(4)), False), (rig.keys(prompt(4)), True)]
     assert list(rig.half.take_events()) == []
+
+
+def test_reported_bytes_and_seconds_are_counted() -> None:
+    rig = Rig()
+    for _ in range(2):
+        rig.half.update_connector_output(
+            WorkerReport(store_bytes=5, load_bytes=7, store_seconds=0.5, load_seconds=0.25)
+        )
+    totals = rig.half.metrics.snapshot()
+    assert [totals[name] for name in ("store_bytes", "load_bytes", "store_seconds", "load_seconds")] == [
+        10,
+        14,
+        1.0,
+        0.5,
+    ]
 
 
 class CountingPolicy(LRUPolicy):

@@ -39,6 +39,18 @@ def test_what_a_queued_request_needs_is_in_the_host_when_it_is_looked_up() -> No
     )
 
 
+def test_a_request_that_is_looked_up_at_once_is_not_read_ahead() -> None:
+    rig = tiered()
+    request = FakeRequest("r", prompt(9))
+    rig.half.on_new_request(request)
+    assert rig.look_up(request) == (None, False)
+    steps(rig)
+    assert rig.look_up(request) == (8, True)
+    rig.load(request)
+    assert rig.half.records[-1].disk_tokens == 8
+    assert "prefetched_blocks" not in rig.half.metrics.snapshot()
+
+
 @pytest.mark.parametrize("params", [{"load": False}, {"max_tokens": 3}])
 def test_what_a_request_may_not_load_is_not_read(params: dict[str, object]) -> None:
     rig = tiered()

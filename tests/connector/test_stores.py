@@ -16,7 +16,17 @@ from kvoffload.cache.policies.lru import LRUPolicy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.connector.messages import StepMeta
 from tests.connector.group_rig import GroupRig
-from tests.connector.rig import REMOTE_DECODE, TOKENS, FakeRequest, Rig, device_ids, only, prompt, start_together
+from tests.connector.rig import (
+    REMOTE_DECODE,
+    TOKENS,
+    FakeRequest,
+    Rig,
+    device_ids,
+    make_half,
+    only,
+    prompt,
+    start_together,
+)
 
 
 def test_a_chain_stored_in_parts_loses_its_tail_before_its_head() -> None:
@@ -192,6 +202,23 @@ def test_every_held_request_waits_for_a_store_of_several() -> None:
     assert rig.step().releases == []
     rig.report(*meta.stores)
     assert rig.step().releases == ["a", "b"]
+
+
+def test_blocks_of_which_a_part_is_gone_are_not_put_beside_others() -> None:
+    """A job says where its first device block lies in its slot, and the others follow from that."""
+    rig = Rig()
+    rig.half = make_half(rig.manager, groups=[KVGroup(TOKENS, 2, sliding_window=4)])
+    decoding, *others = [FakeRequest(name, prompt(8, start=100 * i)) for i, name in enumerate("abc")]
+    decoding.tokens.pop()
+    tables = {name: [10 * i + 1, 10 * i + 2] for i, name in enumerate("abc")}
+    for request in (decoding, *others):
+        rig.look_up(request)
+        rig.allocate(request, tables[request.request_id])
+    rig.step({decoding: 7}, new={"a": tables["a"]})
+    decoding.tokens.append(7)
+    meta = rig.step({decoding: 1, **dict.fromkeys(others, 8)}, new={name: tables[name] for name in "bc"})
+    found = {tuple(device_ids(spec)): spec.device.block_indices for spec in meta.stores.values()}
+    assert found == {(2,): (1,), (11, 12, 21, 22): (0,)}
 
 
 @pytest.mark.parametrize("change", ["reversed", "rotated", "a key that was not offered"])

@@ -152,6 +152,8 @@ class StorePlanner:
             places, num_blocks = self._manager.hand_over(keys)
             if name is not None and places:
                 return Handover(tokens, name, places, self.server)
+            if num_blocks >= len(keys):
+                return None
             # There is no room for the others.
             stored.difference_update(keys[num_blocks:])
         return None
