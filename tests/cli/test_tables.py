@@ -77,7 +77,7 @@ def test_replay(trace: Path, arguments: list[str], terminal: bool) -> None:
 def test_explain(tmp_path: Path, terminal: bool) -> None:
     log = tmp_path / "log"
     reasons = [*MissReason, *[MissReason.FASTER_TO_COMPUTE] * 3, *[MissReason.NEVER_STORED] * 3, None] * 600
-    from_disk = {"disk_tokens": 13_000, "tier_tokens": {"disk": 13_000}}
+    from_disk: dict[str, Any] = {"disk_tokens": 13_000, "tier_tokens": {"disk": 13_000}}
     records = [
         RequestRecord(1.7e9 + 40 * i, f"r{i}", 130_000, 16_000, 6_400, reason and "ab", reason, 345_600.0, **from_disk)
         for i, reason in enumerate(reasons)

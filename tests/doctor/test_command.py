@@ -111,7 +111,10 @@ def test_a_fix_stands_by_itself_and_a_separator_in_a_value_is_part_of_it() -> No
 
 def test_one_wrong_setting_is_one_error() -> None:
     disk = {"host_bytes": "64MiB", "disk_dir": "/var/cache/kvoffload", "disk_bytes": "1GiB"}
-    wrong = {"disk_dir": {**disk, "disk_dir": "cache"}, "disk_bytes": {**disk, "disk_bytes": "much"}}
+    wrong: dict[str, dict[str, Any]] = {
+        "disk_dir": {**disk, "disk_dir": "cache"},
+        "disk_bytes": {**disk, "disk_bytes": "much"},
+    }
     wrong["tiers[3]"] = {"host_bytes": "64MiB", "tiers[3]": 1}
     wrong["tier"] = {"host_bytes": "64MiB", "tier": {"kind": "redis", "url": "redis://h:6379"}}
     found = {}
