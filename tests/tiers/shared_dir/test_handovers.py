@@ -201,7 +201,8 @@ def test_a_place_that_is_no_seat_does_no_harm(
 def test_the_own_seat_is_not_followed(woken: Callable[..., Woken], clock: Clock) -> None:
     one = woken()
     one.put(1)
-    clock.now += 2 * PAUSE_S
+    one.tier.keep()
+    clock.now += FOLLOW_S
     one.tier.look_for([key(2)], one.tier.seat.name, PAUSE_S)
     one.wake_up()
     assert len(one.tier.blocks) == 0
