@@ -280,6 +280,9 @@ class Server(LivingServer):
 
     def close(self) -> None:
         self.engine.scheduler.shutdown()
+        if self.storage.is_killed():
+            # The thread that writes the rest and closes the files has ended there, and no one else has noticed.
+            raise Killed
         if self.executor.idle and (self.medium.num_open or self.medium.is_locked):
             raise Leak(f"{self.medium.num_open} files are open after the shutdown, locked: {self.medium.is_locked}")
         self.hangs = not self.executor.idle

@@ -198,6 +198,16 @@ def test_a_place_that_is_no_seat_does_no_harm(
     assert two.finds(1) == [1]
 
 
+def test_the_own_seat_is_not_followed(woken: Callable[..., Woken], clock: Clock) -> None:
+    one = woken()
+    one.put(1)
+    one.tier.keep()
+    clock.now += FOLLOW_S
+    one.tier.look_for([key(2)], one.tier.seat.name, PAUSE_S)
+    one.wake_up()
+    assert len(one.tier.blocks) == 0
+
+
 def test_names_of_unknown_seats_have_the_directory_listed_once_per_pass(
     woken: Callable[..., Woken], clock: Clock, path: Path
 ) -> None:

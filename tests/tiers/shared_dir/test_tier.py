@@ -427,6 +427,22 @@ def test_a_place_is_confirmed_before_it_is_used(serve: Serve) -> None:
     assert two.tier.blocks.locate(there, int(digests[0])) is None
 
 
+def test_several_seats_have_the_same_block_and_one_of_them_loses_it(serve: Serve, clock: Clock) -> None:
+    one, two, three = serve(), serve(), serve()
+    one.write(1)
+    two.write(1)
+    three.tier.follow()
+    assert three.read(1) == {1: None}
+    one.tier.delete([key(1)])
+    one.run()
+    one.tier.keep()
+    clock.now += REST_S
+    three.tier.follow()
+    assert three.finds(1) == [1]
+    assert three.read(1) == {1: None}
+    three.tier.blocks.check_integrity()
+
+
 def test_a_failing_medium_costs_the_blocks_and_raises_nothing(serve: Serve, tmp_path: Path) -> None:
     class Failing(DirectoryStorage):
         broken = False
