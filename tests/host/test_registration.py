@@ -8,6 +8,7 @@ import random
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -340,3 +341,25 @@ def test_a_call_registers_so_little_that_no_launch_waits_for_long(slot_mib: int)
     assert sum(nbytes for _, nbytes in driver.calls) == slots.nbytes
     registration.release()
     assert registration.close()
+
+
+def test_after_each_call_the_thread_pauses_for_as_long_as_it_took(
+    monkeypatch: pytest.MonkeyPatch, make_pool: Callable[..., HostPool]
+) -> None:
+    """Then work that the driver has delayed can run."""
+    now, pauses, driver = [0.0], list[float | None](), Driver()
+
+    class Event(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            pauses.append(timeout)
+            return super().wait(0.0)
+
+    def takes_three_seconds(address: int, nbytes: int) -> None:
+        now[0] += 3.0
+
+    driver.during = takes_three_seconds
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(module, "threading", SimpleNamespace(Event=Event, Thread=threading.Thread))
+    registration = register(make_pool(2 * CHUNK), driver)
+    registration.wait_until_ended()
+    assert pauses == [3.0, 3.0]

@@ -8,7 +8,8 @@ from kvoffload.abc import PageGroup, Transfer, TransferResult
 from kvoffload.native import load
 from tests.sim.faults import SlowTransfer, ThreadedTransfer
 from tests.transfer.cuda.plain_device import ENGINE
-from tests.transfer.cuda.test_transfer import Rig, apart, spec_of
+from tests.transfer.cuda.test_transfer import Rig, apart
+from tests.transfer.specs import spec_of
 
 pytestmark = pytest.mark.skipif(load("_transfer") is None, reason="needs native code")
 

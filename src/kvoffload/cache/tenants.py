@@ -167,13 +167,13 @@ def check_budgets(tenants: Sequence[TenantConfig], budgets: Mapping[str, int | N
         if budget is None:
             continue
         whole, half = f"the {format_bytes(budget)} of its budget", f"half of its budget of {format_bytes(budget)}"
-        for what, amounts, most, limit in (
+        for what, claims, most, limit in (
             ("are guaranteed", [tenant.guaranteed.get(tier, 0) for tenant in tenants], budget, whole),
             ("may be retained", [tenant.retain.get(tier, 0) for tenant in tenants], budget * RETAIN_SHARE, half),
             ("are guaranteed or may be retained", [tenant.claim(tier) for tenant in tenants], budget, whole),
         ):
-            if sum(amounts) > most:
-                fault = f"{format_bytes(sum(amounts))} of {tier} {what}, more than {limit}"
+            if sum(claims) > most:
+                fault = f"{format_bytes(sum(claims))} of {tier} {what}, more than {limit}"
                 raise ConfigError("tenants", NOT_SET, fault, "lower some, or raise the budget")
 
 

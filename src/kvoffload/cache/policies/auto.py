@@ -99,7 +99,7 @@ class AutoPolicy(CachePolicy):
         if rule.share is None:
             return None
         classes = self._classes(keys)
-        num_returning = np.count_nonzero(classes)
+        num_returning = int(np.count_nonzero(classes))
         held = rule.quota(self.full), self._lists.num_once, self._lists.num_again
         once, again = refusals(*held, len(keys) - num_returning, num_returning, shortage)
         if not (once or again):
@@ -119,7 +119,7 @@ class AutoPolicy(CachePolicy):
         elif rule.share is None:
             victims, positions = self._lists.pop_oldest(n, busy)
         else:
-            num_new = len(eviction.entering) - np.count_nonzero(self._classes(eviction.entering))
+            num_new = len(eviction.entering) - int(np.count_nonzero(self._classes(eviction.entering)))
             excess = self._lists.num_once + num_new - rule.quota(self.full)
             victims, positions = self._lists.pop_shared(n, max(0, excess), busy)
         self._remember(self._hash_of[victims], positions)
