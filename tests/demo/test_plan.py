@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,10 +10,6 @@ from demo import run
 from demo.act import ActResult
 from demo.model import CONFIG, write_model
 from demo.process import DemoError
-
-
-def test_there_are_at_least_sixty_requests() -> None:
-    assert len(run.plan_visits()) >= 60
 
 
 @pytest.mark.parametrize("sizes", [run.USUAL, run.CHATS], ids=["random", "chats"])
@@ -27,13 +22,6 @@ def test_a_document_is_evicted_before_it_returns(sizes: run.Sizes) -> None:
             between = {c % sizes.documents for c, _ in run.plan_visits(sizes)[last[document] + 1 : at]} - {document}
             assert len(between) * sizes.document_blocks[0] > sizes.device_blocks
         last[document] = at
-
-
-def test_a_follow_up_is_asked_at_once() -> None:
-    visits = run.plan_visits()
-    follow_ups = [i for i, (_, question) in enumerate(visits) if question == run.USUAL.turns]
-    assert len(follow_ups) >= 10
-    assert all(visits[i - 1][0] == visits[i][0] and visits[i - 1][1] != run.USUAL.turns for i in follow_ups)
 
 
 def test_after_the_restart_each_document_is_asked_once(baseline: ActResult) -> None:
@@ -82,20 +70,3 @@ def test_users_of_a_document_ask_other_questions_about_the_same_text(tmp_path: P
     assert act.documents[: len(documents)] == act.documents[len(documents) :]
     assert len({tuple(questions) for questions in act.questions}) == len(act.questions) == run.CHATS.conversations
     assert {len(questions) for questions in act.questions} == {run.CHATS.turns + 1}
-
-
-def test_every_question_is_cut_to_the_same_length() -> None:
-    assert len(run.QUESTIONS) == run.USUAL.turns + 1
-    assert min(len(question.encode()) for question in run.QUESTIONS) >= run.QUESTION_TOKENS
-
-
-def test_a_model_of_short_sequences_keeps_the_proportions(tmp_path: Path) -> None:
-    write_model(tmp_path, seed=0)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1024}))
-    documents = run.load(tmp_path, True, None, 0, run.USUAL)
-    act = run.make_config(tmp_path, True, documents, 0, run.USUAL, run.plan_visits())
-    assert act.max_model_len == 1024
-    lengths = [tokens + run.QUESTION_TOKENS for _, tokens in act.documents]
-    room = act.device_blocks * act.block_size
-    assert act.max_model_len < room < sum(lengths)

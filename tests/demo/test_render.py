@@ -19,8 +19,6 @@ from demo.report import Report, make_report  # noqa: E402
 from demo.view import render, terminal_table, verdict  # noqa: E402
 from kvoffload.lab import figures, plots  # noqa: E402
 
-from .conftest import make_act, make_restart  # noqa: E402
-
 
 def render_page(report: Report) -> str:
     return render(pages.page(report))
@@ -91,56 +89,9 @@ def test_the_replay_is_shown(report: Report, replayed: int) -> None:
     assert ("has other hits" in text) is (replayed != 20_000)
 
 
-@pytest.mark.usefixtures("without_plots")
-def test_answers_are_side_by_side_and_the_wrong_ones_marked(report: Report) -> None:
-    assert "What was answered" not in render_page(report)
-    for act in (report.baseline, report.offload, report.restart):
-        act.requests = [replace(r, question=f"Q{r.index}?", answer="right <b>") for r in act.requests]
-    report.restart.control = [
-        replace(r, answer="wrong\n\x1b[31m", output_tokens=[1, 2, 3]) for r in report.restart.control
-    ]
-    page = render_page(replace(report, documents=["tale", "song"]))
-    asked = [r for r in report.restart.requests if not report.baseline.requests[r.index].follow_up]
-    first, second = (next(r.index for r in asked if r.document % 2 == document) for document in (0, 1))
-    assert f"<h3>tale: Q{first}?</h3>" in page
-    assert f"<h3>song: Q{second}?</h3>" in page
-    assert page.count("<dd>right &lt;b&gt;...</dd>") == 3 + 3, "three acts each"
-    assert '<dt>with corrupted bytes</dt><dd class="changed">wrong \\x1b[31m...</dd>' in page
-    text = terminal_text(replace(report, documents=["tale", "song"]))
-    assert f"tale: Q{first}? without kvoffload right <b>... with kvoffload right <b>..." in text
-
-
-@pytest.mark.usefixtures("without_plots")
-def test_what_one_user_has_loaded_after_the_restart_another_finds_in_host_memory(report: Report) -> None:
-    first, *rest = report.restart.requests
-    report.restart.requests = [replace(first, host_tokens=900, disk_tokens=1020), *rest]
-    for text in (" ".join(render_page(report).split()), terminal_text(report)):
-        assert re.search("read for another user.{0,9}3%", text)
-
-
 def test_page_escapes_its_input(baseline: ActResult, offload: ActResult, restart: ActResult) -> None:
     page = render_page(make_report([baseline, offload, restart], "<script>alert(1)</script>", 0))
     assert "<script>" not in page
-
-
-@pytest.mark.usefixtures("without_plots")
-def test_page_of_a_failed_run(baseline: ActResult) -> None:
-    restart = make_restart(baseline, disk=0)
-    page = render_page(make_report([baseline, make_act(offload=False), restart], "made up", 0))
-    assert "Nothing was loaded from host memory" in page
-    assert "Nothing was read from disk" in page
-
-
-@pytest.mark.usefixtures("without_plots")
-@pytest.mark.parametrize("direct_io", [True, False])
-def test_bypassing_the_page_cache_is_claimed_only_if_it_happened(
-    baseline: ActResult, offload: ActResult, restart: ActResult, direct_io: bool
-) -> None:
-    restart.summary = replace(restart.summary, direct_io=direct_io)
-    report = make_report([baseline, offload, restart], "made up", 0)
-    page = render_page(report)
-    for text in (page, terminal_text(report)):
-        assert ("may be those of memory" in text) is not direct_io
 
 
 def terminal_text(report: Report) -> str:

@@ -9,11 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-gguf = pytest.importorskip("gguf")
-safetensors = pytest.importorskip("safetensors.torch")
-transformers = pytest.importorskip("transformers")
-
-from demo import smollm2  # noqa: E402
+from demo import smollm2
 
 LAYERS, HEADS, HEAD = 2, 2, 4
 HIDDEN = HEADS * HEAD
@@ -30,6 +26,7 @@ def weights(name: str, *shape: int) -> np.ndarray[Any, np.dtype[np.float32]]:
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    gguf = pytest.importorskip("gguf")
     source, made = (tmp_path_factory.mktemp(name) for name in ("package", "model"))
     writer = gguf.GGUFWriter(str(source / "small.gguf"), "llama")
     writer.add_vocab_size(len(WORDS))
@@ -67,7 +64,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_tokens_and_template(directory: Path) -> None:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    tokenizer = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(directory)
     words = tokenizer.convert_ids_to_tokens(tokenizer.encode("ab12 a<|im_end|>"))
     assert words == ["ab", "1", "2", "\u0120", "a", "<|im_end|>"], "each digit is a token of its own"
     assert tokenizer.decode(tokenizer.encode("ab12 a<|im_end|>"), skip_special_tokens=True) == "ab12 a"
@@ -76,7 +73,7 @@ def test_tokens_and_template(directory: Path) -> None:
 
 
 def test_weights_are_in_their_places(directory: Path) -> None:
-    tensors = safetensors.load_file(directory / "model.safetensors")
+    tensors = pytest.importorskip("safetensors.torch").load_file(directory / "model.safetensors")
     assert len(tensors) == 2 + LAYERS * len(smollm2.LAYER)
     for layer in range(LAYERS):
         for name, theirs in smollm2.LAYER.items():

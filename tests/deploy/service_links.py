@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
+import yaml
+
+KUBERNETES = Path(__file__).parents[2] / "deploy" / "kubernetes"
 ADDRESS = "10.96.0.7"
 
 
@@ -32,3 +36,9 @@ def variables(objects: Iterable[Mapping[str, Any]]) -> dict[str, str]:
             found[link] = f"{protocol.lower()}://{ADDRESS}:{number}"
             found |= {f"{link}_PROTO": protocol.lower(), f"{link}_PORT": str(number), f"{link}_ADDR": ADDRESS}
     return found
+
+
+def manifests() -> list[dict[str, Any]]:
+    """Returns all objects of the base and the overlays."""
+    files = (path for path in KUBERNETES.rglob("*.yaml") if path.name != "kustomization.yaml")
+    return [each for path in sorted(files) for each in yaml.safe_load_all(path.read_text())]

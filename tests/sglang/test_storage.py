@@ -25,7 +25,6 @@ from kvoffload.sglang.fingerprint import fingerprint_parts  # isort: skip
 from kvoffload.sglang import metrics as server_metrics  # isort: skip
 from kvoffload.sglang.metrics import ServerMetrics  # isort: skip
 from kvoffload.sglang.pools import HostPages  # isort: skip
-from tests.scale import scaled  # isort: skip
 from kvoffload.tiering.bridge import BridgeSettings, build_bridge  # isort: skip
 
 torch = parts.torch
@@ -177,55 +176,6 @@ def test_two_threads_store_and_load_at_the_same_time(start: Start) -> None:
     for thread in threads:
         thread.join()
     assert errors == []
-
-
-@pytest.mark.soak
-def test_a_storm_on_a_small_disk_never_returns_wrong_pages(start: Start, tmp_path: Path) -> None:
-    """Chains with common beginnings are stored, loaded, flushed and found again after restarts, with evictions."""
-    rng = random.Random(1)
-    entry = {"kind": "disk", "dir": str(tmp_path / "small"), "bytes": "2MiB"}
-    content: dict[str, bytes] = {}
-    num_loaded = 0
-
-    def bytes_of(page_hash: str) -> bytes:
-        if page_hash not in content:
-            content[page_hash] = random.Random(page_hash).randbytes(4096)
-        return content[page_hash]
-
-    def store(rank: Rank, chain: list[int]) -> None:
-        pool, hashes = rank.pools["kv"], parts.page_hashes(chain, None, 4)
-        # SGLang stores a chain node by node.
-        for first in range(0, len(hashes), 8):
-            node = hashes[first : first + 8]
-            indices = pool.alloc(4 * len(node))
-            for page_hash, at in zip(node, indices[::4].tolist(), strict=True):
-                data = torch.frombuffer(bytearray(bytes_of(page_hash)), dtype=torch.bfloat16)
-                pool.set_from_flat_data_page(at, data)
-            rank.store(chain[4 * first : 4 * (first + len(node))], indices, hashes[:first])
-            pool.free(indices)
-            fill(pool, first)
-
-    def load(rank: Rank, chain: list[int]) -> int:
-        found = loaded(rank, chain)
-        assert found == [bytes_of(each) for each in parts.page_hashes(chain, None, 4)[: len(found)]]
-        return len(found)
-
-    chains = [tokens(8, seed // 4) + tokens(24, 100 + seed) for seed in range(40)]
-    for _ in range(3):
-        rank = start(tier=entry)
-        for _ in range(scaled(40)):
-            chain = chains[min(int(rng.expovariate(0.1)), len(chains) - 1)]
-            pages = load(rank, chain)
-            num_loaded += pages
-            if pages < len(chain) // 4:
-                store(rank, chain)
-            if rng.random() < 0.02:
-                rank.flush()
-            used = sum(each.stat().st_blocks * 512 for each in (tmp_path / "small").rglob("*"))
-            assert used <= 2 << 20
-        rank.close()
-        assert all(not thread.is_alive() for thread in rank.threads)
-    assert num_loaded > 500
 
 
 def test_each_rank_has_its_own_part_of_a_page(start: Start) -> None:
@@ -598,20 +548,6 @@ def test_arguments_that_do_not_fit_are_a_miss(start: Start) -> None:
     assert backend.batch_exists_v2(["a"], [unknown]).kv_hit_pages == 0
     assert backend.batch_exists([]) == 0
     assert backend.batch_get_v1([], torch.arange(0)) == []
-
-
-def test_single_pages_are_neither_read_nor_stored(start: Start) -> None:
-    """SGLang declares these methods, and does not call them with this interface."""
-    rank = start()
-    chain, _ = stored(rank)
-    key = parts.page_hashes(chain, None, 4)[0]
-    target = rank.pools["kv"].get_dummy_flat_data_page()
-    assert rank.storage.exists(key)
-    assert not rank.storage.exists("0" * 64)
-    assert rank.storage.get(key, target) is None
-    assert rank.storage.batch_get([key, key], [target, target]) == [None, None]
-    assert rank.storage.set("0" * 64, target) is False
-    assert rank.storage.batch_set(["0" * 64], [target]) is False
 
 
 def test_close_gives_the_memory_back(start: Start) -> None:

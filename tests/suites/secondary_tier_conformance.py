@@ -27,13 +27,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
-from vllm.v1.kv_offload.tiering.base import TransferJob
-from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from demo.vllm_servers import Server, row_bytes, secondary_tier, set_positions
+from tests.lazy import lazily
 
-HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
+base = lazily("vllm.v1.kv_offload.base")
+vllm_servers = lazily("demo.vllm_servers")
 NUM_ROWS = 128
 DEADLINE_S = 30.0
 """What has not happened by then counts as never."""
@@ -53,7 +51,7 @@ class Fault(Enum):
 
 def chain(num_blocks: int, name: str = "chain") -> list[bytes]:
     """Returns the keys of a request's chunks, in order. Chains of other names have no key in common."""
-    return [make_offload_key(hashlib.sha256(f"{name} {i}".encode()).digest(), 0) for i in range(num_blocks)]
+    return [base.make_offload_key(hashlib.sha256(f"{name} {i}".encode()).digest(), 0) for i in range(num_blocks)]
 
 
 def content(key: bytes, nbytes: int) -> npt.NDArray[np.uint8]:
@@ -119,8 +117,8 @@ class Steps:
 
     def request(self, keys: Sequence[bytes]) -> Any:
         """Begins a request whose chain is ``keys``."""
-        context = ReqContext(f"request-{next(self._ids)}")
-        set_positions(context, keys)
+        context = base.ReqContext(f"request-{next(self._ids)}")
+        vllm_servers.set_positions(context, keys)
         assert hasattr(self._timed(self.tier.on_new_request, context), "policy")
         return context
 
@@ -130,17 +128,18 @@ class Steps:
     def look_up(self, context: Any, keys: Sequence[bytes]) -> list[Any]:
         """Looks ``keys`` up once."""
         results = [self._timed(self.tier.lookup, key, context) for key in keys]
-        assert set(results) <= {HIT, MISS, RETRY}
+        kinds = base.LookupResult
+        assert set(results) <= {kinds.HIT, kinds.MISS, kinds.RETRY}
         return results
 
     def answers(self, context: Any, keys: Sequence[bytes], seconds: float | None = None) -> list[bool]:
         """Looks ``keys`` up, step by step, until the tier knows of each whether it has it."""
         deadline = time.monotonic() + (seconds or DEADLINE_S)
-        while RETRY in (results := self.look_up(context, keys)):
+        while base.LookupResult.RETRY in (results := self.look_up(context, keys)):
             assert time.monotonic() < deadline, "a lookup said RETRY without an end"
             self.step()
             time.sleep(0.002)
-        return [result is HIT for result in results]
+        return [result is base.LookupResult.HIT for result in results]
 
     def find(self, keys: Sequence[bytes], whole: Sequence[bytes] | None = None) -> list[bytes]:
         """Returns the ``keys`` that a new request for the chain ``whole`` finds."""
@@ -181,7 +180,9 @@ class Steps:
         if not is_load:
             for row, key in zip(taken, keys, strict=True):
                 self.rows[row] = self.shadow[row] = content(key, self.nbytes)
-        job = TransferJob(next(self._ids), list(keys), np.array(taken, np.int32), is_load, context)
+        job = lazily("vllm.v1.kv_offload.tiering.base").TransferJob(
+            next(self._ids), list(keys), np.array(taken, np.int32), is_load, context
+        )
         self.jobs[job.job_id] = job
         self._timed(self.tier.submit_load if is_load else self.tier.submit_store, job)
         return int(job.job_id)
@@ -213,7 +214,7 @@ class Steps:
         """Makes the calls of a step of vLLM's manager, except lookups and new jobs."""
         for result in self._timed(lambda: list(self.tier.get_finished_jobs())):
             self._take(result)
-        self._timed(self.tier.on_schedule_end, ScheduleEndContext((), ()))
+        self._timed(self.tier.on_schedule_end, base.ScheduleEndContext((), ()))
         self._timed(self.tier.has_pending_work)
         self.check_rows()
 
@@ -307,15 +308,17 @@ class SecondaryTierConformance:
             with suppress(Exception):
                 steps.tier.shutdown()
 
-    def start(self, server: Server | None = None) -> Steps:
+    def start(self, server: Any | None = None) -> Steps:
         """Starts ``server`` in a process of its own, as far as the tier can see."""
-        server = server or Server()
+        server = server or vllm_servers.Server()
         models, entry = self.folder / "models", self.entry(self.medium)
-        steps = Steps(lambda rows: secondary_tier(server, models, entry, rows), row_bytes(server))
+        steps = Steps(
+            lambda rows: vllm_servers.secondary_tier(server, models, entry, rows), vllm_servers.row_bytes(server)
+        )
         self.opened.append(steps)
         return steps
 
-    def start_with(self, keys: Sequence[bytes], server: Server | None = None) -> Steps:
+    def start_with(self, keys: Sequence[bytes], server: Any | None = None) -> Steps:
         """Starts ``server`` and stores ``keys``, a chain."""
         steps = self.start(server)
         steps.store(keys)
@@ -492,7 +495,9 @@ class SecondaryTierConformance:
         assert steps.load(chain(2, "unknown")) == set()
         entry = self.entry(self.medium)
         declared = type(steps.tier).build_metric_definitions(entry)
-        vllms = TieringOffloadingSpec.build_metric_definitions({"cpu_bytes_to_use": 1, "secondary_tiers": []})
+        vllms = lazily("vllm.v1.kv_offload.tiering.spec").TieringOffloadingSpec.build_metric_definitions(
+            {"cpu_bytes_to_use": 1, "secondary_tiers": []}
+        )
         assert not set(declared) & set(vllms), "names of vLLM's own metrics"
         counted = []
         for _ in range(2):
@@ -530,7 +535,9 @@ class SecondaryTierConformance:
                 steps.submit_store(context, part)
                 live[i] = (context, keys, stored + len(part))
             elif action == 2:
-                found = [k for k, r in zip(keys, steps.look_up(context, keys), strict=True) if r is HIT]
+                found = [
+                    k for k, r in zip(keys, steps.look_up(context, keys), strict=True) if r is base.LookupResult.HIT
+                ]
                 if len(found) <= len(steps.free):
                     steps.submit_load(context, found)
             elif action == 3:
@@ -617,17 +624,17 @@ class SecondaryTierConformance:
     @pytest.mark.parametrize(
         "other",
         [
-            pytest.param(Server(model="another", weights="other weights"), id="another model"),
-            pytest.param(Server(weights="other weights"), id="other weights under the same name"),
-            pytest.param(Server(dtype="bfloat16"), id="another dtype"),
-            pytest.param(Server(head_size=64), id="larger rows"),
-            pytest.param(Server(hash_seed="1"), id="another seed of the hashes"),
+            pytest.param({"model": "another", "weights": "other weights"}, id="another model"),
+            pytest.param({"weights": "other weights"}, id="other weights under the same name"),
+            pytest.param({"dtype": "bfloat16"}, id="another dtype"),
+            pytest.param({"head_size": 64}, id="larger rows"),
+            pytest.param({"hash_seed": "1"}, id="another seed of the hashes"),
         ],
     )
-    def test_servers_that_compute_other_blocks_do_not_find_these(self, other: Server) -> None:
+    def test_servers_that_compute_other_blocks_do_not_find_these(self, other: dict[str, Any]) -> None:
         keys = chain(6)
         self.start_with(keys).close()
-        steps = self.start(other)
+        steps = self.start(vllm_servers.Server(**other))
         assert steps.find(keys) == []
         assert steps.load(keys) == set()
 

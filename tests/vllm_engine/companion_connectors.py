@@ -16,7 +16,9 @@ BROKEN_VALUE = 7.0
 
 
 class BrokenExampleConnector(ExampleConnector):  # type: ignore[misc]
-    """About half of its loads leave wrong bytes behind some block, and report that."""
+    """When it ``is_broken``, about half of its loads leave wrong bytes behind some block, and report that."""
+
+    is_broken = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -27,7 +29,7 @@ class BrokenExampleConnector(ExampleConnector):  # type: ignore[misc]
         super().start_load_kv(forward_context, **kwargs)
         for request in self._get_connector_metadata().requests:
             blocks = (request.slot_mapping[:: self._block_size] // self._block_size).tolist()
-            if request.is_store or self._random.random() < 0.5:
+            if request.is_store or not self.is_broken or self._random.random() < 0.5:
                 continue
             broken = blocks[self._random.randrange(len(blocks)) :]
             for layer in forward_context.no_compile_layers.values():

@@ -33,35 +33,37 @@ def multi(connectors: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def beside(config: dict[str, Any]) -> dict[str, Any]:
-    """Answers the prompts of ``conversations`` in ``rounds`` with ``connectors``, or with none. Before the last round
-    the device's cache is reset, and the folder ``forget`` emptied. Counts by connector the loads that vLLM has chosen
-    it for."""
-    model = model_of(config["model"])
-    connectors = config["connectors"]
-    engine = Engine(str(model), multi(connectors) if connectors else None, config["engine"])
-    loads: dict[str, int] = {}
-    if connectors:
-        outer = engine.scheduler.connector
-        for each in outer.sub_connectors:
-            _count(each, loads)
+    """Answers the prompts of ``conversations`` with ``connectors``, once per entry of ``rounds``, which may say what is
+    done before: "break" the loads of BrokenExampleConnector from then on and reset kvoffload, or "forget" all files in
+    a folder. Then the device's cache is reset. Counts by connector the loads that vLLM has chosen it for."""
+    engine = Engine(str(model_of(config["model"])), multi(config["connectors"]), config["engine"])
+    outer, loads = engine.scheduler.connector, dict[str, int]()
+    for each in outer.sub_connectors:
+        _count(each, loads)
+    half = half_of(outer)
     made = conversations(config["conversations"], config["turns"])
-    answers = []
-    for i in range(config["rounds"]):
-        if i == config["rounds"] - 1 and "forget" in config:
-            for folder in Path(config["forget"]).iterdir():
+    answers, loads_of = [], []
+    for what in config["rounds"]:
+        engine.settle()
+        if "break" in what:
+            # The worker has a connector of its own.
+            type(outer.sub_connectors[0]).is_broken = True
+            half.reset()
+        if "forget" in what:
+            for folder in Path(what["forget"]).iterdir():
                 shutil.rmtree(folder)
+        if what:
             assert engine.llm.reset_prefix_cache()
+        before = dict(loads)
         answers.append(engine.converse(made, SLOTS, config["max_tokens"])["answers"])
-    result: dict[str, Any] = {
-        "outputs": [[[answer["tokens"], answer["logprobs"]] for answer in each] for each in answers],
-        "loads": loads,
-    }
-    if connectors:
-        half = half_of(outer)
-        half.manager.check_integrity()
-        result["off"] = half.off
+        loads_of.append({name: loads[name] - before[name] for name in loads})
+    half.manager.check_integrity()
     engine.close()
-    return result
+    return {
+        "outputs": [[[answer["tokens"], answer["logprobs"]] for answer in each] for each in answers],
+        "loads": loads_of,
+        "off": half.off,
+    }
 
 
 def model_of(path: str) -> Path:

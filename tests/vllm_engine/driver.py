@@ -1,12 +1,13 @@
 """Runs one vLLM engine in a process of its own: ``python driver.py CONFIG RESULT``. Both are JSON files.
 
-CONFIG has ``scenario`` (a name in SCENARIOS), ``model`` (a directory, written if it does not exist), ``new_rows`` (how
-many of the last rows of its embedding are drawn again), ``prompts`` (how many there are, by default PROMPTS),
-``max_tokens`` (of an answer, by default MAX_TOKENS), ``engine`` (arguments of ``vllm.LLM`` that differ from the usual),
-``model_kind``, ``multiprocessing`` (whether the engine has processes of its own), ``connector`` (its options, or null),
+CONFIG has ``acts`` (names in SCENARIOS, each with changes to CONFIG: one engine plays them one after the other, and
+RESULT has what each returns), ``model`` (a directory, written if it does not exist), ``new_rows`` (how many of the last
+rows of its embedding are drawn again), ``prompts`` (how many there are, by default PROMPTS), ``max_tokens`` (of an
+answer, by default MAX_TOKENS), ``engine`` (arguments of ``vllm.LLM`` that differ from the usual), ``model_kind``,
+``multiprocessing`` (whether the engine has processes of its own), ``connector`` (its options, or null),
 ``connector_class``, ``plugin`` (whether vLLM finds the connector by its entry point alone), ``offloading`` (instead of
-``connector``: the options of vLLM's own), and what the scenario reads. The caller sets the environment variables that
-vLLM reads.
+``connector``: the options of vLLM's own), ``patches`` (names in PATCHES), ``slow``, ``failing`` and ``corrupt`` (see
+``Engine.set_faults``), and what the scenario reads. The caller sets the environment variables that vLLM reads.
 """
 
 from __future__ import annotations
@@ -179,8 +180,8 @@ class Engine:
         model = Path(config["model"] + "-" + kind)
         if "new_rows" in config or not model.exists():
             write_model(model, kind, config.get("new_rows", 0))
-        if config.get("unexpected_root"):
-            _expect_another_root()
+        for name in config.get("patches", ()):
+            PATCHES[name]()
         self._max_tokens = config.get("max_tokens", MAX_TOKENS)
         self._tiers = TierJobs()
         from vllm.config import KVEventsConfig
@@ -230,11 +231,14 @@ class Engine:
         self.prompts = make_prompts(config.get("prompts", PROMPTS))
         if config.get("corrupt_drafts"):
             self._corrupt_drafts()
-        if "slow" in config:
-            self._slow_down(config["slow"], config.get("failing", 0.0))
         self.loaded_blocks: Counter[int] = Counter()
         """Number of device blocks in loads, by group."""
-        if config.get("connector") is not None and not config.get("multiprocessing"):
+        self._transfer: Any = None
+        """That of the only rank, without faults."""
+        self._before: dict[str, Any] = {}
+        """What ``state`` returned at the end of the act before."""
+        self._counts = config.get("connector") is not None and not config.get("multiprocessing")
+        if self._counts:
             self._count_loads()
 
     def _count_loads(self) -> None:
@@ -281,14 +285,31 @@ class Engine:
         scheduler.update_from_output, scheduler.update_draft_token_ids = sampled, proposed
         return log
 
-    def _slow_down(self, seed: int, failing: float) -> None:
-        """Makes copies take many steps, and a share of them fail."""
+    def set_faults(self, config: dict[str, Any]) -> None:
+        """Makes copies of the only rank misbehave from now on. ``slow``, a seed: they take many steps. ``failing``: the
+        share of tries that fail. ``corrupt``, "all" or "states": loads of all groups, or of those with states, bring
+        wrong bytes."""
+        slow, failing, corrupt = config.get("slow"), config.get("failing", 0.0), config.get("corrupt")
+        if self._transfer is None and (slow, failing, corrupt) == (None, 0.0, None):
+            return
+        from faulty_connectors import CorruptedStates
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        from tests.sim.faults import FailingTransfer, SlowTransfer
+        from tests.sim.faults import CorruptingTransfer, FailingTransfer, SlowTransfer
 
-        worker = get_kv_transfer_group().connector_worker
-        worker.transfer = FailingTransfer(SlowTransfer(worker.transfer, seed), failing, seed)
+        self.drain()
+        connector = get_kv_transfer_group()
+        transfer = self._transfer = self._transfer or connector.connector_worker.transfer
+        if slow is not None:
+            transfer = SlowTransfer(transfer, slow)
+        if failing:
+            transfer = FailingTransfer(transfer, failing, slow or 0)
+        if corrupt == "all":
+            transfer = CorruptingTransfer(transfer, connector.pool.data)
+        if corrupt == "states":
+            groups = [group.state for group in connector.layout.parts.groups(connector.layout.kv_groups)]
+            transfer = CorruptedStates(transfer, connector.pool.data, groups)
+        connector.connector_worker.transfer = transfer
 
     @property
     def scheduler(self) -> Any:
@@ -307,6 +328,11 @@ class Engine:
 
     def sampling(self, **changes: Any) -> Any:
         return sampling(**{"max_tokens": self._max_tokens, **changes})
+
+    def forget(self) -> None:
+        """Empties the cache of the device, not that of the connector."""
+        self.drain()
+        assert self.llm.reset_prefix_cache()
 
     def round(self, prompts: list[list[int]] | None = None, lora_request: Any = None, **sampling: Any) -> list[Any]:
         """Runs every prompt once and returns the answers."""
@@ -367,9 +393,10 @@ class Engine:
         }
 
     def state(self) -> dict[str, Any]:
-        """Returns what is left, and all counters, after the engine has come to rest."""
+        """Returns what is left after the engine has come to rest, and what was counted since the act began."""
         self.drain()
         state = self.device_state()
+        state |= {name: state[name] - self._before.get(name, 0) for name in ("preemptions", "drafted", "accepted")}
         if self.scheduler.connector is None:
             return state
         offload = self.offload
@@ -382,11 +409,28 @@ class Engine:
             "requests": len(offload.requests),
             "used_blocks": host.num_used_blocks,
             "busy_blocks": host.num_blocks - host.num_available_blocks,
-            "metrics": offload.metrics.snapshot(),
+            "metrics": self._grown(offload.metrics.snapshot()),
             "prometheus": {k: v for k, v in prometheus().items() if k.startswith("kvoffload:")},
-            "records": [record.to_dict() for record in offload.records],
+            "records": [record.to_dict() for record in offload.records][self._before.get("records", 0) :],
             "loaded_blocks": [n for _, n in sorted(self.loaded_blocks.items())],
         }
+
+    def _grown(self, counts: dict[str, float]) -> dict[str, float]:
+        """Returns by how much counters have grown since the act began, and the values of gauges."""
+        from kvoffload.observe.metrics import METRICS
+
+        before = self._before.get("metrics", {})
+        counters = {name for name in counts if METRICS[name.partition(":")[0]].kind == "counter"}
+        return {name: n - before.get(name, 0) if name in counters else n for name, n in counts.items()}
+
+    def begin(self, config: dict[str, Any]) -> None:
+        """Begins an act: what was counted before counts no more, except in ``prometheus``."""
+        self.set_faults(config)
+        self.loaded_blocks.clear()
+        if self._counts:
+            self.drain()
+            metrics, records = self.offload.metrics.snapshot(), len(self.offload.records)
+            self._before = {**self.device_state(), "metrics": metrics, "records": records}
 
 
 def run_second_node(model: Path, transfer: dict[str, Any] | None, arguments: dict[str, Any]) -> NoReturn:
@@ -462,6 +506,67 @@ def _expect_another_root() -> None:
     versions.expected_hash_root = lambda vllm_config: b"another root"
 
 
+def _keep_over_pauses() -> None:
+    """Takes vLLM for 0.33, which calls connectors before and after a sleep."""
+    from kvoffload.vllm import versions
+
+    versions.keeps_over_pauses = lambda vllm_config: True
+
+
+def _offload_sessions() -> None:
+    """Offloads sessions with streaming input, whatever the version of vLLM."""
+    from kvoffload.vllm import hints
+
+    hints.FIRST_TO_NAME_SESSIONS = "0"
+
+
+KNOWS_FOLLOWING = [True]
+
+
+def _may_forget_following() -> None:
+    """Names blocks of a drafter without the tokens after them while KNOWS_FOLLOWING says so."""
+    from kvoffload.vllm import connector
+
+    following = connector.following
+    vars(connector)["following"] = lambda request, position, n: (
+        following(request, position, n) if KNOWS_FOLLOWING[0] else b""
+    )
+
+
+def _blind_adapters() -> None:
+    """Gives all adapters the same digest."""
+    from kvoffload.vllm import adapters as watched
+
+    watched.digest_of = lambda model, rank=0: b"the same"
+
+
+def _shrink_staging() -> None:
+    """Gives the memory between vLLM's and the tiers its least size. It would hold all blocks here, and none would be
+    read from disk again."""
+    from kvoffload.tiering.bridge import BridgeSettings
+    from kvoffload.vllm import secondary_tier
+
+    vars(secondary_tier)["BridgeSettings"] = functools.partial(BridgeSettings, staging_bytes=0)
+
+
+def _accept_any_bytes() -> None:
+    """Plants a bug: blocks from disk are accepted whatever their checksums are."""
+    from kvoffload.tiers.disk import blockio
+
+    vars(blockio)["are_damaged"] = lambda header, keys, blocks, checksums: np.zeros(len(keys), bool)
+
+
+PATCHES: dict[str, Callable[[], None]] = {
+    "another root": _expect_another_root,
+    "keeps over pauses": _keep_over_pauses,
+    "offloads sessions": _offload_sessions,
+    "may forget following tokens": _may_forget_following,
+    "blind to adapters": _blind_adapters,
+    "little staging": _shrink_staging,
+    "unverified": _accept_any_bytes,
+}
+
+
 def answer(output: Any) -> list[Any]:
     """Returns the tokens of ``output`` and their logprobs."""
     best = output.outputs[0]
@@ -480,12 +585,47 @@ def prometheus() -> dict[str, float]:
     return samples
 
 
-def rounds(config: dict[str, Any]) -> dict[str, Any]:
-    """Runs the same prompts ``rounds`` times, after a reset if ``reset`` is set. ``close`` shuts the engine down."""
-    engine = Engine(config)
+def reference(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the answers to the prompts as ``transformers`` computes them, without vLLM."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    directory = Path(config["model"] + "-" + config["model_kind"])
+    if not directory.exists():
+        write_model(directory, config["model_kind"])
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    answers = []
+    with torch.inference_mode():
+        for prompt in config.get("asked") or make_prompts(config["prompts"]):
+            known, tokens, logprobs, cache = prompt, list[int](), list[float](), None
+            for _ in range(config["max_tokens"]):
+                output = model(torch.tensor([known]), past_key_values=cache, use_cache=True)
+                cache, likely = output.past_key_values, output.logits[0, -1].log_softmax(-1)
+                known = [int(likely.argmax())]
+                tokens += known
+                logprobs.append(float(likely[known]))
+            answers.append([tokens, logprobs])
+    return {"outputs": [answers]}
+
+
+def computed(engine: Engine, config: dict[str, Any]) -> dict[str, Any]:
+    """Runs a round in which nothing is loaded or stored, with an empty device cache before and after it."""
+    engine.forget()
+    outputs = [engine.round(extra_args=NOT_OFFLOADED)]
+    engine.forget()
+    return {"outputs": outputs, **engine.state()}
+
+
+def rounds(engine: Engine, config: dict[str, Any]) -> dict[str, Any]:
+    """Runs the same prompts ``rounds`` times, after a reset if ``reset`` is set. ``close`` shuts the engine down. With
+    ``forget`` the device's cache is empty before each round. ``extra_args`` are those of the requests."""
     if config.get("reset"):
         assert engine.llm.reset_prefix_cache(reset_connector=True)
-    outputs = [engine.round() for _ in range(config.get("rounds", 2))]
+    outputs = []
+    for _ in range(config.get("rounds", 2)):
+        if config.get("forget"):
+            engine.forget()
+        outputs.append(engine.round(extra_args=config.get("extra_args")))
     if config.get("multiprocessing"):
         return {"outputs": outputs, "prometheus": prometheus()}
     import vllm
@@ -503,37 +643,18 @@ def rounds(config: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def offloading(config: dict[str, Any]) -> dict[str, Any]:
-    """Runs the same prompts ``rounds`` times with vLLM's own offloading, whose options are ``offloading``. After each
-    round all tiers come to rest. Then shuts the engine down. Before the last round the caches are reset, if ``reset``
-    is set, or the tier is given a bug, if ``break`` is set. ``threads`` are those of kvoffload that are left."""
-    import threading
-
+def offloading(engine: Engine, config: dict[str, Any]) -> dict[str, Any]:
+    """Runs the same prompts with vLLM's own offloading, whose options are ``offloading``, once per entry of ``rounds``:
+    what is done before, "reset" (the caches), "corrupt" (the files of the disk tier in ``disk``), "break" (the tier is
+    given a bug) or nothing. After each round all tiers come to rest; ``states`` has what was left then, and the records
+    of the round. Then shuts the engine down. ``threads`` are those of kvoffload that are left, and ``loaded`` and
+    ``evicted`` count chunks of vLLM's host memory."""
     import vllm
+    from vllm_harness import corrupt
 
-    engine, outputs, events = Engine(config), [], list[list[str]]()
-    if config.get("events"):
-        publisher = engine.scheduler.kv_event_publisher
-        publisher.publish = lambda batch: events.extend(map(_event, batch.events))
-    rounds = config.get("rounds", 2)
-    for i in range(rounds):
-        if i == rounds - 1 and config.get("reset"):
-            assert engine.llm.reset_prefix_cache(reset_connector=True)
-        if i == rounds - 1 and config.get("break"):
-            engine.tiers[0].bridge.load = None
-        outputs.append(engine.round())
-        state = engine.tier_state()
-    engine.close()
-    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("kvoffload")]
-    return {"vllm": vllm.__version__, "outputs": outputs, "events": events, "threads": threads, **state}
-
-
-def own_policy(config: dict[str, Any]) -> dict[str, Any]:
-    """Does the same as ``offloading`` with host memory alone. Counts the chunks that were loaded and evicted."""
-    engine = Engine(config)
     manager = engine.scheduler.connector.connector_scheduler.manager
-    counts = Counter[str]()
-    load, evict = manager.prepare_load, manager._policy.evict
+    host, counts, outputs, events = getattr(manager, "primary_tier", manager), Counter[str](), [], list[list[str]]()
+    load, evict = host.prepare_load, host._policy.evict
 
     def prepare_load(keys: Any, context: Any) -> Any:
         counts["loaded"] += len(keys)
@@ -544,11 +665,35 @@ def own_policy(config: dict[str, Any]) -> dict[str, Any]:
         counts["evicted"] += len(evicted or ())
         return evicted
 
-    manager.prepare_load, manager._policy.evict = prepare_load, evict_counted
-    outputs = [engine.round() for _ in range(config.get("rounds", 2))]
-    manager._policy.check_integrity()
+    host.prepare_load, host._policy.evict = prepare_load, evict_counted
+    if config.get("events"):
+        publisher = engine.scheduler.kv_event_publisher
+        publisher.publish = lambda batch: events.extend(map(_event, batch.events))
+    states: list[dict[str, Any]] = []
+    for before in config["rounds"]:
+        if before == "reset":
+            assert engine.llm.reset_prefix_cache(reset_connector=True)
+        if before == "corrupt":
+            corrupt(Path(config["disk"]))
+        if before == "break":
+            engine.tiers[0].bridge.load = None
+        outputs.append(engine.round())
+        known = sum(len(state["records"]) for state in states)
+        states.append(engine.tier_state())
+        states[-1]["records"] = states[-1]["records"][known:]
+    if hasattr(host._policy, "check_integrity"):
+        host._policy.check_integrity()
     engine.close()
-    return {"outputs": outputs, **counts}
+    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("kvoffload")]
+    return {
+        "vllm": vllm.__version__,
+        "outputs": outputs,
+        "events": events,
+        "threads": threads,
+        "states": states,
+        **counts,
+        **states[-1],
+    }
 
 
 def cache_policies(config: dict[str, Any]) -> dict[str, Any]:
@@ -607,11 +752,14 @@ def _count_replicas(worker: Any) -> list[int]:
     return counts
 
 
-def one_by_one(config: dict[str, Any]) -> dict[str, Any]:
+def one_by_one(engine: Engine, config: dict[str, Any]) -> dict[str, Any]:
     """Runs each of ``asked`` alone, and then each with its answer and ``more`` tokens. The device's own cache is
     emptied after each, unless ``keeps_device_cache``. ``drafts`` has for each what the model sampled in its steps, and
-    what was drafted."""
-    engine = Engine(config)
+    what was drafted. If it ``forgets_following``, kvoffload has forgotten all blocks, and names new ones without the
+    tokens after them."""
+    if config.get("forgets_following"):
+        engine.offload.reset()
+    KNOWS_FOLLOWING[:] = [not config.get("forgets_following")]
     log = engine.log_drafts()
     outputs: list[Any] = []
     drafts: list[Any] = []
@@ -628,70 +776,23 @@ def one_by_one(config: dict[str, Any]) -> dict[str, Any]:
     return {"outputs": outputs, "drafts": drafts, "scheduler": type(engine.scheduler).__name__, **engine.state()}
 
 
-def whole_prompts(config: dict[str, Any]) -> dict[str, Any]:
-    """Stores the blocks of all prompts, empties the device's cache, and asks for an answer about every token of the
-    prompts: embeddings from a pooling model, else logprobs. ``outputs`` has a list of tokens and one of values for
-    each."""
-    from vllm import PoolingParams
-    from vllm.entrypoints.pooling import offline
-
-    # These need a tokenizer.
-    offline.init_pooling_io_processors = lambda *args, **kwargs: {}
-    engine = Engine(config)
-    core = engine.llm.llm_engine
-
-    def ask(params: Any) -> list[Any]:
-        outputs: dict[str, Any] = {}
-        for i, prompt in enumerate(engine.prompts):
-            core.add_request(str(i), {"prompt_token_ids": prompt}, params)
-        while core.has_unfinished_requests():
-            outputs |= {output.request_id: output for output in core.step() if output.finished}
-        return [output for _, output in sorted(outputs.items())]
-
-    if core.model_config.runner_type == "pooling":
-        first, then = PoolingParams(task="embed"), PoolingParams(task="token_embed")
-    else:
-        first, then = engine.sampling(max_tokens=2), engine.sampling(max_tokens=2, prompt_logprobs=0)
-    ask(first)
-    engine.drain()
-    assert engine.llm.reset_prefix_cache()
-    outputs = []
-    for output in ask(then):
-        if core.model_config.runner_type == "pooling":
-            values = output.outputs.data[..., :2].flatten().tolist()
-        else:
-            values = [next(iter(each.values())).logprob for each in output.prompt_logprobs[1:]]
-        outputs.append([output.prompt_token_ids, values])
-    return {"outputs": outputs, **engine.state()}
-
-
-def service(config: dict[str, Any]) -> dict[str, Any]:
-    """Runs two rounds, a reset, another round, and a prefill for a remote decoder."""
-    engine = Engine(config)
-    scheduler = engine.scheduler
-    events: list[list[str]] = []
+def service(engine: Engine, config: dict[str, Any]) -> dict[str, Any]:
+    """Runs two rounds, and a prefill for a remote decoder, while events are published."""
+    scheduler, events = engine.scheduler, list[list[str]]()
     publisher = scheduler.kv_event_publisher
     publisher.publish = lambda batch: events.extend(map(_event, batch.events))
     outputs = [engine.round(), engine.round()]
-    warm = engine.state()
-    cleared = engine.llm.reset_prefix_cache(reset_connector=True)
-    used_after_reset = engine.offload.manager.num_used_blocks
-    outputs.append(engine.round())
-    after, announced = engine.state(), [event for event in events if event]
+    state = engine.state()
+    announced = [event for event in events if event]
     remote = _remote_decode(engine)
-    result = {
+    return {
         "outputs": outputs,
-        "warm": warm,
-        "cleared": cleared,
-        "used_after_reset": used_after_reset,
-        "after": after,
         "events": announced,
         "recomputes_failed_loads": scheduler.recompute_kv_load_failures,
         "policy": engine.llm.llm_engine.vllm_config.kv_transfer_config.kv_load_failure_policy,
         "remote": remote,
+        **state,
     }
-    engine.close()
-    return result
 
 
 def _event(event: Any) -> list[str]:
@@ -713,105 +814,29 @@ def _remote_decode(engine: Engine) -> dict[str, Any]:
     return {"tokens": len(whole), "host_tokens": records[-1]["host_tokens"], "state": state, "records": records}
 
 
-def reuse(config: dict[str, Any]) -> dict[str, Any]:
-    """Runs rounds with a reuse filter, and then one in which the manager raises an error."""
-    engine = Engine(config)
-    outputs, states = [], []
-    for _ in range(3):
-        outputs.append(engine.round())
-        states.append(engine.state())
-
-    samples = _stored_by_samples(engine)
+def broken(engine: Engine, config: dict[str, Any]) -> dict[str, Any]:
+    """Runs a round in which the manager raises an error, with an empty device cache."""
+    engine.forget()
 
     def lookup(*args: Any) -> int:
         raise RuntimeError("planted: the table is broken")
 
     engine.offload.manager.lookup = lookup
-    broken = engine.round()
-    return {"outputs": outputs, "states": states, "samples": samples, "broken": broken, "after": engine.state()}
+    return {"outputs": [engine.round()], **engine.state()}
 
 
-def _stored_by_samples(engine: Engine) -> list[float]:
-    """Returns the number of stored blocks before a request with three samples, after it, and after its prompt again."""
-    from vllm.sampling_params import SamplingParams
-
-    prompt = [token ^ 1 for token in engine.prompts[0][: 4 * BLOCK_SIZE + 2]]
-    stored = [engine.state()["metrics"]["store_blocks"]]
-    for n in (3, 1):
-        settings = SamplingParams(n=n, temperature=1.0, max_tokens=2, detokenize=False, ignore_eos=True)
-        (output,) = engine.llm.generate([{"prompt_token_ids": prompt}], settings, use_tqdm=False)
-        assert len(output.outputs) == n
-        engine.drain()
-        stored.append(engine.state()["metrics"]["store_blocks"])
-    return stored
-
-
-def turns(config: dict[str, Any]) -> dict[str, Any]:
-    """Runs three turns of each conversation. The next prompt is the former one, its answer and a question. By turn,
-    ``known`` has the lengths of prompt and answer together."""
-    engine, rng = Engine(config), np.random.default_rng(2)
-    conversations, outputs, known = engine.prompts, [], []
-    for _ in range(3):
-        outputs.append(engine.round(conversations))
-        engine.drain()
-        conversations = [[*asked, *tokens] for asked, (tokens, _) in zip(conversations, outputs[-1], strict=True)]
-        known.append(list(map(len, conversations)))
-        conversations = [[*said, *rng.integers(5, 500, size=17).tolist()] for said in conversations]
-    return {"outputs": outputs, "known": known, **engine.state()}
-
-
-def divergent(config: dict[str, Any]) -> dict[str, Any]:
-    """Repeats a prompt after vLLM's own cache has lost a part of it: ``found`` has the tokens that were found then on
-    the device and in host memory, by what was lost."""
-    from vllm.v1.core.kv_cache_utils import get_group_id
-
-    engine = Engine(config)
-    prompt = max(engine.prompts, key=len)
-    whole = (len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
-    pool = engine.scheduler.kv_cache_manager.block_pool
-    states = {g for g, group in enumerate(engine.scheduler.connector.layout.kv_groups) if group.state}
-
-    def lose(is_state: bool, last: int) -> None:
-        """Evicts the blocks that end after ``last`` tokens."""
-        blocks = [block for block in pool.blocks if block.block_hash is not None]
-        pool.evict_blocks(
-            {
-                block.block_id
-                for block in blocks
-                if (get_group_id(block.block_hash) in states) == is_state and block.block_hash_num_tokens > last
-            }
-        )
-
-    (expected,) = engine.round([prompt])
-    engine.drain()
-    outputs, found = [], {}
-    for name, *lost in (
-        ("the last state", (True, whole - 1)),
-        ("the last KV", (False, whole - 1)),
-        ("the last state and more KV", (True, whole - 1), (False, whole - 2 * BLOCK_SIZE)),
-        ("nothing",),
-        ("all states", (True, 0)),
-        ("all KV", (False, 0)),
-    ):
-        for one in lost:
-            lose(*one)
-        outputs += engine.round([prompt])
-        record = engine.state()["records"][-1]
-        found[name] = [record["device_tokens"], record["host_tokens"]]
-    return {"expected": expected, "outputs": outputs, "whole": whole, "found": found, **engine.state()}
-
-
-def aborts(config: dict[str, Any]) -> dict[str, Any]:
+def aborts(engine: Engine, config: dict[str, Any]) -> dict[str, Any]:
     """Aborts one request in each stage of its life while others continue, with half of the blocks in the pool."""
     from vllm.v1.request import RequestStatus
 
-    engine = Engine(config)
     engine.round(engine.prompts[: PROMPTS // 2])
     engine.drain()
     engine.llm.reset_prefix_cache()
     core, names = engine.llm.llm_engine, [f"r{i}" for i in range(PROMPTS)]
-    for name, prompt in zip(names, engine.prompts, strict=True):
-        core.add_request(name, {"prompt_token_ids": prompt}, engine.sampling())
+    for i, (name, prompt) in enumerate(zip(names, engine.prompts, strict=True)):
+        # Other acts may have left all blocks in the pool.
+        extra_args = {} if i < PROMPTS // 2 else NOT_OFFLOADED
+        core.add_request(name, {"prompt_token_ids": prompt}, engine.sampling(extra_args=extra_args))
 
     def stage(request: Any) -> str | None:
         if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
@@ -840,66 +865,9 @@ def aborts(config: dict[str, Any]) -> dict[str, Any]:
     return {"outputs": outputs, "aborted": aborted, **engine.state()}
 
 
-def queued(config: dict[str, Any]) -> dict[str, Any]:
-    """Adds all prompts while a long request runs."""
-    engine = Engine(config)
-    core, names, answers = engine.llm.llm_engine, [f"r{i}" for i in range(PROMPTS)], dict[str, Any]()
-    core.add_request("long", {"prompt_token_ids": list(range(5, 25))}, engine.sampling(max_tokens=400))
-    core.step()
-    for name, prompt in zip(names, engine.prompts, strict=True):
-        core.add_request(name, {"prompt_token_ids": prompt}, engine.sampling())
-    while core.has_unfinished_requests():
-        answers |= {output.request_id: answer(output) for output in core.step() if output.finished}
-        if "long" not in answers:
-            # So that the disk's threads get the processor.
-            time.sleep(0.001)
-    result = {"outputs": [[answers[name] for name in names]], **engine.state()}
-    engine.close()
-    return result
-
-
-def failed_load(config: dict[str, Any]) -> dict[str, Any]:
-    """Fails the whole load of a prompt that takes more than half of the device's blocks.
-
-    With ``again`` the request is offered another load, which kvoffload never does. Returns the ``steps`` until the
-    request finished, or None if it did not.
-    """
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-    from tests.sim.faults import FailingTransfer
-
-    engine = Engine(config)
-    everything = [token for prompt in engine.prompts for token in prompt]
-    prompt = everything[: (DEVICE_BLOCKS // 2 + 2) * BLOCK_SIZE - 5]
-    (expected,) = engine.round([prompt])
-    engine.drain()
-    engine.llm.reset_prefix_cache()
-    worker, offload = get_kv_transfer_group().connector_worker, engine.offload
-    working, worker.transfer = worker.transfer, FailingTransfer(worker.transfer, rate=1.0)
-    update = offload.update_connector_output
-
-    def update_once_failed(report: Any) -> None:
-        update(report)
-        if report.failed:
-            worker.transfer = working
-            if config["again"]:
-                # The scheduler half forgets that a load of this request has failed.
-                offload.request_finished(*engine.scheduler.requests.values())
-
-    offload.update_connector_output = update_once_failed
-    core = engine.llm.llm_engine
-    core.add_request("again", {"prompt_token_ids": prompt}, engine.sampling())
-    for step in range(500):
-        for output in core.step():
-            if output.finished:
-                return {"steps": step, "outputs": [[answer(output)]], "expected": [expected], **engine.state()}
-    return {"steps": None, "metrics": offload.metrics.snapshot()}
-
-
-def storm(config: dict[str, Any]) -> dict[str, Any]:
+def storm(engine: Engine, config: dict[str, Any]) -> dict[str, Any]:
     """Runs ``requests`` random requests by ``seed``. Some are aborted, some ask for remote decode, and caches are reset
     while they run. Answers are [index of the prompt, answer]."""
-    engine = Engine(config)
     random = Random(config["seed"])
     core = engine.llm.llm_engine
     resets = [
@@ -937,36 +905,26 @@ def storm(config: dict[str, Any]) -> dict[str, Any]:
     return {"answers": answers, "aborted": aborted, "left": len(live), **engine.state()}
 
 
-def tier_storm(config: dict[str, Any]) -> dict[str, Any]:
-    """Runs a storm on vLLM's own connector: see ``tier_storm``. ``unverified`` plants a bug in the disk tier."""
+def tier_storm(engine: Engine, config: dict[str, Any]) -> dict[str, Any]:
+    """Runs a storm on vLLM's own connector: see ``tier_storm``."""
     import tier_storm
 
-    tier_storm.shrink_staging()
-    if config.get("unverified"):
-        tier_storm.accept_any_bytes()
-    before = set(threading.enumerate())
-    return tier_storm.run_storm(Engine(config), config, before)
+    return tier_storm.run_storm(engine, config)
 
 
-def sleeps(config: dict[str, Any]) -> dict[str, Any]:
+def sleeps(engine: Engine, config: dict[str, Any]) -> dict[str, Any]:
     """Sleeps and wakes up once per entry of ``modes``, the pause modes of vLLM, each time under load and with stores in
     progress. Device blocks lose their content meanwhile.
 
-    With ``forgetful`` the connector treats each handshake as its first, and its job numbers begin again. Otherwise the
-    engine then sleeps without load, with the same weights and with others. At the end the workers have other pools.
-    Answers are [index of the prompt, answer] for all requests that were not aborted.
+    With ``forgetful`` the job numbers begin again at each handshake. Otherwise the engine then sleeps without load,
+    with the same weights and with others, and weights are written in place while it is awake. At the end the workers
+    have other pools. Answers are [index of the prompt, answer] for all requests that were not aborted.
     """
-
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     from kvoffload.connector import jobs as job_table
     from kvoffload.observe import server as records
-    from kvoffload.vllm import versions
 
-    versions.keeps_over_pauses = lambda vllm_config: not config.get("forgetful")
-    if config.get("forgetful"):
-        config["connector_class"] = "ForgetfulKVOffloadConnector"
-    engine = Engine(config)
     core, connector = engine.llm.llm_engine, engine.scheduler.connector
     half = connector.connector_scheduler
     _let_workers_sleep(hooks=not config.get("forgetful"))
@@ -1039,6 +997,7 @@ def sleeps(config: dict[str, Any]) -> dict[str, Any]:
     }
     if not config.get("forgetful"):
         result["naps"] = _naps(engine, config, handshake)
+        result["swapped"] = swapped(engine, config)
     own = get_kv_transfer_group().get_handshake_metadata()
     connector.set_xfer_handshake_metadata_pp_aware({(0, 0): replace(own, pool=replace(own.pool, inode=0))})
     answers = result["without"] = []
@@ -1059,7 +1018,7 @@ def _naps(engine: Engine, config: dict[str, Any], handshake: Callable[[], None])
     core, life = engine.llm.llm_engine, _Life(engine)
     directories = [Path(config["model"] + f"-weights-{seed}") for seed in range(2)]
     for seed, directory in enumerate(directories):
-        write_model(directory, seed=seed)
+        write_model(directory, config.get("model_kind", "llama"), seed=seed)
 
     def update(seed: int) -> None:
         engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(directories[seed])})
@@ -1090,12 +1049,15 @@ def _naps(engine: Engine, config: dict[str, Any], handshake: Callable[[], None])
     life.play("right 0", extra_args=NOT_OFFLOADED)
     nap("reset, after waking", awake=engine.scheduler.connector.reset_cache)
     # The control: no weights are compared.
-    get_kv_transfer_group().connector_worker.weights.watch = SimpleNamespace(
-        accept=int, begin=int, poll=lambda: False, are_same=lambda: True
+    weights = get_kv_transfer_group().connector_worker.weights
+    watch, weights.watch = (
+        weights.watch,
+        SimpleNamespace(accept=int, begin=int, poll=lambda: False, are_same=lambda: True),
     )
     nap("not compared", asleep=lambda: update(1))
+    weights.watch = watch
     update(0)
-    assert engine.llm.reset_prefix_cache()
+    assert engine.llm.reset_prefix_cache(reset_connector=True)
     return {"answers": life.answers, "counts": life.counts}
 
 
@@ -1162,54 +1124,6 @@ class _Life:
         return {"answers": self.answers, "counts": self.counts, **self.engine.state()}
 
 
-def updates(config: dict[str, Any]) -> dict[str, Any]:
-    """Changes all weights of the running engine. "right N" is the answer of weights N if everything is computed."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-    engine = Engine(config)
-    core, life = engine.llm.llm_engine, _Life(engine)
-    directories = [Path(config["model"] + f"-weights-{seed}") for seed in range(3)]
-    for seed, directory in enumerate(directories):
-        write_model(directory, seed=seed)
-
-    def update(seed: int) -> None:
-        engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(directories[seed])})
-
-    life.play("first")
-    life.play("again")
-    update(1)
-    life.play("updated")
-    life.play("updated, again")
-    update(2)
-    # Until it is reset, the engine's own cache holds old KV.
-    life.play("not reset", reset=False)
-    life.play("late reset")
-    life.play("late reset, again")
-    for i, prompt in enumerate(engine.prompts):
-        core.add_request(f"r{i}", {"prompt_token_ids": prompt}, engine.sampling())
-    loading = False
-    for _ in range(config["steps"]):
-        core.step()
-        loading |= any(
-            request.status.name == "WAITING_FOR_REMOTE_KVS" for request in engine.scheduler.requests.values()
-        )
-    update(0)
-    while core.has_unfinished_requests():
-        core.step()
-    life.play("under requests")
-    life.play("under requests, again")
-    for seed in (1, 2, 0):
-        update(seed)
-        life.play(f"right {seed}", extra_args=NOT_OFFLOADED)
-    life.play("stored")
-    # The control: the weights are not watched.
-    get_kv_transfer_group().connector_worker.weights.watch = None
-    update(1)
-    life.play("unwatched", extra_args={"kv_transfer_params": {"kvoffload": {"store": False}}})
-    engine.close()
-    return {"loading": loading, **life.result()}
-
-
 def _write_embedding(worker: Any, weights: list[Any], number: int) -> None:
     """Writes in place, at the same address, so that only the values differ. ``weights`` keeps both."""
     import torch
@@ -1221,12 +1135,11 @@ def _write_embedding(worker: Any, weights: list[Any], number: int) -> None:
         parameter.data.copy_(weights[number])
 
 
-def swapped(config: dict[str, Any]) -> dict[str, Any]:
+def swapped(engine: Engine, config: dict[str, Any]) -> dict[str, Any]:
     """Writes other weights in place and then the former ones again. Before each round only the engine's own cache is
     emptied. "right N" is the answer of weights N if everything is computed; in the last two rounds nothing compares."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    engine = Engine(config)
     life, weights = _Life(engine), list[Any]()
     for name, number in (("right 1", 1), ("right 0", 0), ("other", 1), ("back", 0), ("unwatched", 1), ("and back", 0)):
         if name == "unwatched":
@@ -1234,25 +1147,19 @@ def swapped(config: dict[str, Any]) -> dict[str, Any]:
         engine.llm.collective_rpc(_write_embedding, args=(weights, number))
         arguments: dict[str, Any] = {"extra_args": NOT_OFFLOADED} if name.startswith("right") else {}
         life.play(name, **arguments)
-    engine.close()
     return life.result()
 
 
-def sessions(config: dict[str, Any]) -> dict[str, Any]:
+def sessions(engine: Engine, config: dict[str, Any]) -> dict[str, Any]:
     """Runs sessions with streaming input of two inputs each. A session drops the token that it has sampled after the
     first, which completes a block, when the second comes. Then asks for prompts that begin with the first input and
-    that token: "plain", "again", and "right" if everything is computed. If ``unlimited``, kvoffload offloads sessions,
-    whatever the version of vLLM.
+    that token: "plain", "again", and "right" if everything is computed.
 
     ``meanwhile``: "waiting": such a prompt was looked up before the first input was computed, and gets device blocks
     after the second. "preempted": a request of the first input alone samples that token, loses its device blocks and
     gets others; the prompts begin with what it has sampled. ``ask``: prompts for which an engine without sessions is
     asked."""
-    if config.get("unlimited"):
-        from kvoffload.vllm import hints
-
-        hints.FIRST_TO_NAME_SESSIONS = "0"
-    engine, random, prompts = Engine(config), Random(3), list[list[int]](config.get("ask", []))
+    random, prompts = Random(3), list[list[int]](config.get("ask", []))
     core, meanwhile, refused = engine.llm.llm_engine, config.get("meanwhile"), set[str]()
     manager = engine.scheduler.kv_cache_manager
     allocate = manager.allocate_slots
@@ -1301,9 +1208,7 @@ def sessions(config: dict[str, Any]) -> dict[str, Any]:
     life.play("plain", prompts=prompts)
     life.play("again", prompts=prompts)
     life.play("right", prompts=prompts, extra_args=NOT_OFFLOADED)
-    result = life.result()
-    engine.close()
-    return {"prompts": prompts, **result}
+    return {"prompts": prompts, **life.result()}
 
 
 def write_adapter(directory: Path, seed: int) -> None:
@@ -1324,20 +1229,13 @@ def write_adapter(directory: Path, seed: int) -> None:
     (directory / "adapter_config.json").write_text(json.dumps(described))
 
 
-def adapters(config: dict[str, Any]) -> dict[str, Any]:
-    """Runs rounds with LoRA adapters whose files are replaced, with one slot on the device and two places in host
-    memory. ``plays`` are tuples of the name of a round, the name and the number of its adapter, the seed with which the
-    files of that name are written before (0: they are left as they are) and how it is loaded then: "" in the first step
-    that uses it, "load" or "reload" as a server does when it is asked to, "reload once" without a word in the requests.
-    Each round is computed again after that, as "right NAME". If ``blind``, all adapters have the same digest."""
+def adapters(engine: Engine, config: dict[str, Any]) -> dict[str, Any]:
+    """Runs rounds with LoRA adapters whose files are replaced. ``plays`` are tuples of the name of a round, the name
+    and the number of its adapter, the seed with which the files of that name are written before (0: they stay as they
+    are) and how it is loaded then: "" in the first step that uses it, "load" or "reload" as a server does when it is
+    asked to, "reload once" without a word in the requests. Each round is computed again after it: "right NAME"."""
     from vllm.lora.request import LoRARequest
 
-    changes = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 2, "max_lora_rank": 8}
-    if config.get("blind"):
-        from kvoffload.vllm import adapters as watched
-
-        watched.digest_of = lambda model, rank=0: b"the same"
-    engine = Engine({**config, "engine": {**changes, **config.get("engine", {})}})
     life = _Life(engine)
     directory = Path(config["model"] + "-adapters")
     directory.mkdir(exist_ok=True)
@@ -1355,14 +1253,12 @@ def adapters(config: dict[str, Any]) -> dict[str, Any]:
     return life.result()
 
 
-def retained(config: dict[str, Any]) -> dict[str, Any]:
+def retained(engine: Engine, config: dict[str, Any]) -> dict[str, Any]:
     """Asks prompts whose blocks are to be retained for ``seconds``, then as many others as fill the host pool
     ``floods`` times, then the first ones again, without the device's cache: in each of ``rounds``. ``found`` has the
-    tokens of each prompt that were found the second time, ``wrong`` which answers changed. With ``ask_first``, before
-    all that, the prompts of the first round are asked that another process has had retained, after a flood.
-    ``kept``: the blocks that are still charged a second after the time of a last retention of one second."""
-    engine = Engine(config)
-    offload, rng = engine.offload, np.random.default_rng(config.get("seed", 7))
+    tokens of each prompt that were found the second time, ``wrong`` how many answers changed. ``kept``: the blocks that
+    are still charged a second after the time of a last retention of one second."""
+    offload, rng = engine.offload, np.random.default_rng(7)
     host = getattr(offload.manager, "host", offload.manager)
     size, found, wrong = 6 * BLOCK_SIZE + 3, [], 0
 
@@ -1372,9 +1268,7 @@ def retained(config: dict[str, Any]) -> dict[str, Any]:
         for i, prompt in enumerate(prompts):
             params = {"kvoffload": {"session": f"s{i}", **options}} if options else {}
             answers += engine.round([prompt], extra_args={"kv_transfer_params": params}, max_tokens=4)
-            # Only a part of the host's blocks may wait, pinned, until the disk has what it is to retain.
             engine.drain()
-            engine.settle()
         return answers
 
     def flood() -> None:
@@ -1383,82 +1277,33 @@ def retained(config: dict[str, Any]) -> dict[str, Any]:
             others = rng.integers(5, 500, size=(per_round, 12 * BLOCK_SIZE + 1)).tolist()
             engine.round(others, max_tokens=1)
         engine.drain()
-        engine.settle()
 
-    def tokens(records: list[Any]) -> list[int]:
-        return [record.host_tokens + record.disk_tokens for record in records]
-
-    def prompts_of(number: int) -> list[list[int]]:
-        shared = np.random.default_rng(number).integers(5, 500, size=(config["sessions"], size))
-        return shared.tolist()  # type: ignore[no-any-return]
-
-    params = {"kvoffload": {"session": "answered", "retain_s": config["seconds"]}}
-    output = engine.llm.generate(
-        [{"prompt_token_ids": prompts_of(2000)[0]}],
-        engine.sampling(max_tokens=1, extra_args={"kv_transfer_params": params}),
-        use_tqdm=False,
-    )
-    answered = output[0].kv_transfer_params
-    ask(prompts_of(2001)[:1], session="answered", retain_s=0)
-    before: list[int] = []
-    if config.get("ask_first"):
-        flood()
-        ask(prompts_of(0))
-        before = tokens(list(offload.records)[-config["sessions"] :])
-    for number in range(config["rounds"]):
-        prompts, options = prompts_of(number), {"retain_s": config["seconds"]} if config["seconds"] else {}
+    for _ in range(config["rounds"]):
+        prompts = rng.integers(5, 500, size=(config["sessions"], size)).tolist()
+        options = {"retain_s": config["seconds"]} if config["seconds"] else {}
         right = ask(prompts, **options)
         flood()
-        again = ask(prompts, **({"retain_s": 0} if options and not config.get("keeps") else {}))
-        found += tokens(list(offload.records)[-len(prompts) :])
+        again = ask(prompts, **({"retain_s": 0} if options else {}))
+        found += [record.host_tokens for record in list(offload.records)[-len(prompts) :]]
         wrong += sum(one[0] != other[0] for one, other in zip(right, again, strict=True))
-    ask(prompts_of(1000)[:1], session="another", retain_s=1.0)
+    ask(prompts[:1], session="another", retain_s=1.0)
     time.sleep(2.0)
     kept = sum(n for name, n in offload.metrics.snapshot().items() if name.startswith("tenant_retained_blocks:"))
-    result = {
-        "found": found,
-        "wrong": wrong,
-        "before": before,
-        "kept": kept,
-        "answered": answered,
-        "expected": size // BLOCK_SIZE,
-    }
-    state = engine.state()
-    engine.close()
-    return result | {"pool": host.num_blocks, **state}
+    return {"found": found, "wrong": wrong, "kept": kept, "expected": size // BLOCK_SIZE, **engine.state()}
 
 
-def endless(config: dict[str, Any]) -> dict[str, Any]:
-    """Runs two rounds, writes the result, and continues to run rounds until the process is killed."""
-    engine = Engine(config)
-    write_result({"outputs": [engine.round(), engine.round()]})
-    while True:
-        engine.round()
-
-
-def tier_rounds(config: dict[str, Any]) -> dict[str, Any]:
-    """Asks each prompt alone on vLLM's own connector, and shuts down as a server does. ``cached`` has the number of
-    tokens per prompt that were not computed."""
-    engine = Engine(config)
-    outputs: list[Any] = []
-    for prompt in engine.prompts:
-        outputs += engine.llm.generate([{"prompt_token_ids": prompt}], engine.sampling(), use_tqdm=False)
-        engine.drain()
-    engine.close()
-    return {"outputs": [answer(each) for each in outputs], "cached": [each.num_cached_tokens or 0 for each in outputs]}
-
-
-def tier_endless(config: dict[str, Any]) -> dict[str, Any]:
+def endless(engine: Engine, config: dict[str, Any]) -> NoReturn:
     """Asks the first prompt, then random ones, two at a time, until the process is killed. Writes a line of JSON per
-    answer to the file ``said``."""
-    engine, random = Engine(config), Random(config["seed"])
+    answer to the file ``said``: ``cached`` has the tokens that were not computed."""
+    random = Random(config.get("seed", 0))
+    if not config.get("multiprocessing"):
+        engine.forget()
     with open(config["said"], "w") as said:
         for number in itertools.count():
             chosen = [random.randrange(len(engine.prompts)) for _ in range(2)] if number else [0]
             prompts = [{"prompt_token_ids": engine.prompts[i]} for i in chosen]
-            for index, output in zip(
-                chosen, engine.llm.generate(prompts, engine.sampling(), use_tqdm=False), strict=True
-            ):
+            outputs = engine.llm.generate(prompts, engine.sampling(), use_tqdm=False)
+            for index, output in zip(chosen, outputs, strict=True):
                 line = {"prompt": index, "answer": answer(output), "cached": output.num_cached_tokens or 0}
                 print(json.dumps(line), file=said, flush=True)
     raise AssertionError("not reached")
@@ -1480,16 +1325,18 @@ class _Speculative:
         return False
 
 
-def refusals(config: dict[str, Any]) -> dict[str, Any]:
-    """Makes a connector for each of ``cases`` and returns its error, number of blocks, engines and fingerprint.
+def configurations(config: dict[str, Any]) -> dict[str, Any]:
+    """Makes the connector's halves for each of ``cases`` and returns by case: what is ``said`` (the error or None),
+    ``blocks``, ``engines``, ``fingerprints``, and ``identities`` in words. Beside that the names of the ``parts`` of a
+    fingerprint, those of which an identity says nothing (``unsaid``), and the parts of ranks with and without a pool of
+    their own (``ranks``).
 
-    A case has ``options`` of the connector (with ``own`` of vLLM's own one), ``flags`` for vLLM's EngineArgs, and
-    ``changes`` to the resulting configuration by dotted name, for what no flag sets or a CPU cannot have. Names that
-    vLLM does not know raise.
+    A case has ``options`` of the connector (with ``own`` of vLLM's own one), ``flags`` for vLLM's EngineArgs,
+    ``environment``, ``files`` (text of files of the model), and ``changes`` to the resulting configuration by dotted
+    name, for what no flag sets or a CPU cannot have. Names that vLLM does not know raise.
     """
-    model = Path(config["model"] + "-llama")
-    if not model.exists():
-        write_model(model)
+    model = Path(config["model"] + "-configurations")
+    write_model(model)
     import torch
     import vllm
     from vllm.config import KVTransferConfig, ModelConfig, PoolerConfig, VllmConfig
@@ -1500,23 +1347,19 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, RSWASpec
 
+    from kvoffload.connector.ranks import LayerPages
     from kvoffload.fingerprints import fingerprint
+    from kvoffload.host.pool import PoolHandle
     from kvoffload.vllm import KVOffloadConnector
-    from kvoffload.vllm.fingerprint import fingerprint_parts
+    from kvoffload.vllm.fingerprint import describe_parts, fingerprint_parts
+    from kvoffload.vllm.layout import RankInfo, layers_of
 
     def make_config(flags: dict[str, Any]) -> Any:
         made = {"pooler_config": lambda v: PoolerConfig(**v)}
-        arguments = {
-            "skip_tokenizer_init": True,
-            "enforce_eager": True,
-            "dtype": "float32",
-            "block_size": BLOCK_SIZE,
-            **{name: made[name](value) if name in made else value for name, value in flags.items()},
-        }
-        connector = KVTransferConfig(
-            kv_connector="KVOffloadConnector", kv_connector_module_path="kvoffload.vllm", kv_role="kv_both"
-        )
-        return EngineArgs(model=str(model), kv_transfer_config=connector, **arguments).create_engine_config()
+        usual = {"skip_tokenizer_init": True, "enforce_eager": True, "dtype": "float32", "block_size": BLOCK_SIZE}
+        flags = {name: made[name](value) if name in made else value for name, value in flags.items()}
+        transfer = KVTransferConfig(**connector({}))
+        return EngineArgs(model=str(model), kv_transfer_config=transfer, **(usual | flags)).create_engine_config()
 
     # Newer versions accept this flag only with a GPU.
     if hasattr(VllmConfig, "_verify_aux_output_compatibility"):
@@ -1530,193 +1373,118 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
         "mamba": MambaSpec(block_size=BLOCK_SIZE, shapes=((2, 2),), dtypes=(torch.float32,)),
     }
     specs["mamba, aligned"] = replace(specs["mamba"], mamba_cache_mode="align")
-    said: dict[str, Any] = {}
-    blocks: dict[str, int] = {}
-    engines: dict[str, list[int]] = {}
-    fingerprints: dict[str, str] = {}
+    result: dict[str, Any] = {name: {} for name in ("said", "blocks", "engines", "fingerprints", "identities")}
     os.environ.pop("PYTHONHASHSEED", None)
     for name, case in config["cases"].items():
-        vllm_config = make_config(case["flags"]) if case.get("flags") else usual
-        vllm_config.kv_transfer_config.kv_connector_extra_config = case["options"]
-        changes = dict(case.get("changes", {}))
-        caches = KVCacheConfig(
-            num_blocks=DEVICE_BLOCKS,
-            kv_cache_tensors=[],
-            kv_cache_groups=[KVCacheGroupSpec(["layer0", "layer1"], specs[changes.pop("kv_cache", "full")])],
-        )
+        changes, files, environment = (dict(case.get(what, {})) for what in ("changes", "files", "environment"))
+        if "PYTHONHASHSEED" in changes:
+            environment["PYTHONHASHSEED"] = changes.pop("PYTHONHASHSEED")
+        own = {path: (model / path).read_bytes() for path in files if (model / path).exists()}
+        for path, text in files.items():
+            (model / path).write_text(text)
+        os.environ.update(environment)
         before: list[tuple[Any, str, Any]] = [(vllm, "__version__", vllm.__version__)]
-        seed = changes.pop("PYTHONHASHSEED", None)
-        if seed is not None:
-            os.environ["PYTHONHASHSEED"] = seed
-        others, role_of_all = changes.pop("others", None), changes.pop("role_of_all", "kv_both")
-        if others is not None:
-            entry = connector(case["options"])
-            before.append((vllm_config, "kv_transfer_config", vllm_config.kv_transfer_config))
-            vllm_config.kv_transfer_config = KVTransferConfig(
-                kv_connector="MultiConnector",
-                kv_role=role_of_all,
-                kv_connector_extra_config={"connectors": [entry, *others]},
-            )
-        # Versions before 0.33 lack it, and later ones set it only without a connector.
-        ahead = changes.pop("num_hash_lookahead_tokens", 0)
-        before.append((VllmConfig, "num_hash_lookahead_tokens", getattr(VllmConfig, "num_hash_lookahead_tokens", 0)))
-        if ahead:
-            VllmConfig.num_hash_lookahead_tokens = ahead
-        if changes.pop("mla", False):
-            before.append((ModelConfig, "use_mla", ModelConfig.use_mla))
-            ModelConfig.use_mla = property(lambda self: True)
-        vllm.__version__ = changes.pop("version", vllm.__version__)
-        for name_, value in changes.items():
-            path, _, key = name_.rpartition(".")
-            part = functools.reduce(getattr, path.split("."), vllm_config) if path else vllm_config
-            before.append((part, key, getattr(part, key)))
-            makers: dict[str, Callable[[Any], Any]] = {
-                "multimodal_config": lambda v: MultiModalConfig(**v),
-                "speculative_config": _Speculative,
-            }
-            setattr(part, key, makers[key](value) if key in makers else value)
         try:
+            is_usual = not (case.get("flags") or environment)
+            vllm_config = usual if is_usual else make_config(case.get("flags") or {})
+            vllm_config.kv_transfer_config.kv_connector_extra_config = case["options"]
+            spec = specs[changes.pop("kv_cache", "full")]
+            caches = KVCacheConfig(DEVICE_BLOCKS, [], [KVCacheGroupSpec(["layer0", "layer1"], spec)])
+            others, role_of_all = changes.pop("others", None), changes.pop("role_of_all", "kv_both")
+            if others is not None:
+                before.append((vllm_config, "kv_transfer_config", vllm_config.kv_transfer_config))
+                vllm_config.kv_transfer_config = KVTransferConfig(
+                    kv_connector="MultiConnector",
+                    kv_role=role_of_all,
+                    kv_connector_extra_config={"connectors": [connector(case["options"]), *others]},
+                )
+            # Versions before 0.33 lack it, and later ones set it only without a connector.
+            ahead = changes.pop("num_hash_lookahead_tokens", 0)
+            then = getattr(VllmConfig, "num_hash_lookahead_tokens", 0)
+            before.append((VllmConfig, "num_hash_lookahead_tokens", then))
+            if ahead:
+                VllmConfig.num_hash_lookahead_tokens = ahead
+            if changes.pop("mla", False):
+                before.append((ModelConfig, "use_mla", ModelConfig.use_mla))
+                ModelConfig.use_mla = property(lambda self: True)
+            vllm.__version__ = changes.pop("version", vllm.__version__)
+            for name_, value in changes.items():
+                path, _, key = name_.rpartition(".")
+                part = functools.reduce(getattr, path.split("."), vllm_config) if path else vllm_config
+                before.append((part, key, getattr(part, key)))
+                makers: dict[str, Callable[[Any], Any]] = {
+                    "multimodal_config": lambda v: MultiModalConfig(**v),
+                    "speculative_config": _Speculative,
+                }
+                setattr(part, key, makers[key](value) if key in makers else value)
             if case.get("own"):
                 made = OffloadingConnector(vllm_config, KVConnectorRole.SCHEDULER, caches)
                 (tier,) = made.connector_scheduler.manager.secondary_tiers
-                engines[name] = [tier.layout.engine, tier.layout.engines]
-                fingerprints[name] = fingerprint(tier.layout.fingerprint_parts)
+                layout, parts = tier.layout, tier.layout.fingerprint_parts
                 made.shutdown()
-                said[name] = None
-                continue
-            # vLLM makes them in this order.
-            for role in (KVConnectorRole.WORKER, KVConnectorRole.SCHEDULER):
-                if others is None:
-                    made = KVOffloadConnector(vllm_config, role, caches)
-                else:
-                    made = MultiConnector(vllm_config, role, caches).sub_connectors[0]
-            said[name] = None
-            layout = made.layout
-            blocks[name] = layout.count_blocks(layout.ranks)
-            engines[name] = [layout.engine, layout.engines]
-            fingerprints[name] = fingerprint(fingerprint_parts(vllm_config, layout, []))
+            else:
+                # vLLM makes them in this order.
+                for role in (KVConnectorRole.WORKER, KVConnectorRole.SCHEDULER):
+                    if others is None:
+                        made = KVOffloadConnector(vllm_config, role, caches)
+                    else:
+                        made = MultiConnector(vllm_config, role, caches).sub_connectors[0]
+                layout = made.layout
+                parts = fingerprint_parts(vllm_config, layout, [])
+                result["blocks"][name] = layout.count_blocks(layout.ranks)
+            result["said"][name] = None
+            result["engines"][name] = [layout.engine, layout.engines]
+            result["fingerprints"][name] = fingerprint(parts)
+            result["identities"][name] = describe_parts(vllm_config, layout, parts)
         except Exception as error:
-            said[name] = [type(error).__name__, str(error)]
+            result["said"][name] = [type(error).__name__, str(error)]
         finally:
             for part, key, value in before:
                 setattr(part, key, value)
-            os.environ.pop("PYTHONHASHSEED", None)
-    return {"said": said, "blocks": blocks, "engines": engines, "fingerprints": fingerprints}
-
-
-def fingerprints(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fingerprint, or the error, of each of ``cases``, their identities in words, the names of the
-    parts of a fingerprint, and those of which an identity says nothing.
-
-    A case has ``engine`` (arguments of vLLM), ``options`` of the connector, ``environment``, ``multimodal`` (settings,
-    as if the model were multimodal) and ``changes`` (text of files of the model).
-    """
-    model = Path(config["model"] + "-fingerprints")
-    write_model(model)
-    import torch
-    from vllm.config import KVTransferConfig
-    from vllm.config.multimodal import MultiModalConfig
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-
-    from kvoffload.connector.ranks import LayerPages
-    from kvoffload.fingerprints import fingerprint
-    from kvoffload.host.pool import PoolHandle
-    from kvoffload.vllm.fingerprint import describe_parts, fingerprint_parts
-    from kvoffload.vllm.layout import EngineLayout, RankInfo, layers_of
-
-    spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=2, head_size=32, dtype=torch.float32)
-    caches = KVCacheConfig(DEVICE_BLOCKS, [], [KVCacheGroupSpec(["layer0", "layer1"], spec)])
-    results: dict[str, str] = {}
-    identities: dict[str, dict[str, str]] = {}
-    for name, case in config["cases"].items():
-        environment = case.get("environment", {})
-        os.environ.update(environment)
-        own = {path: (model / path).read_bytes() for path in case.get("changes", {}) if (model / path).exists()}
-        for path, text in case.get("changes", {}).items():
-            (model / path).write_text(text)
-        try:
-            vllm_config = EngineArgs(
-                **{
-                    "model": str(model),
-                    "skip_tokenizer_init": True,
-                    "dtype": "float32",
-                    "block_size": BLOCK_SIZE,
-                    "kv_transfer_config": KVTransferConfig(
-                        kv_connector="KVOffloadConnector",
-                        kv_connector_module_path="kvoffload.vllm",
-                        kv_role="kv_both",
-                        kv_connector_extra_config=case["options"],
-                    ),
-                    **case.get("engine", {}),
-                }
-            ).create_engine_config()
-            if "multimodal" in case:
-                vllm_config.model_config.multimodal_config = MultiModalConfig(**case["multimodal"])
-            layout = EngineLayout.from_vllm(vllm_config, caches)
-            parts = fingerprint_parts(vllm_config, layout, [])
-            results[name] = fingerprint(parts)
-            identities[name] = describe_parts(vllm_config, layout, parts)
-        except Exception as error:
-            results[name] = f"{type(error).__name__}: {error}"
-        for variable in environment:
-            del os.environ[variable]
-        for path in case.get("changes", {}):
-            (model / path).unlink()
-        for path, raw in own.items():
-            (model / path).write_bytes(raw)
-    pools = {"a pool per rank": [3, 4], "a pool for both ranks": [3, 3]}
-    ranks = {
-        name: fingerprint_parts(
-            vllm_config,
-            layout,
-            layers_of(
-                [
-                    RankInfo(PoolHandle("boot", 1, fd, fd, 8, 4096), (LayerPages("layer", 64, "format"),), layout.parts)
-                    for fd in files
-                ]
-            ),
-        )["ranks"]
-        for name, files in pools.items()
-    }
-    others = dict.fromkeys(parts, "another") | {"parallel": [3, 5], "engine": ["another"]}
+            for variable in environment:
+                del os.environ[variable]
+            for path in files:
+                (model / path).unlink()
+            for path, raw in own.items():
+                (model / path).write_bytes(raw)
+    pages, others = (LayerPages("layer", 64, "format"),), {"parallel": [3, 5], "engine": ["another"]}
     described = describe_parts(vllm_config, layout, parts)
-    unsaid = [name for name in parts if describe_parts(vllm_config, layout, parts | {name: others[name]}) == described]
-    return results | {"ranks": ranks, "identities": identities, "parts": sorted(parts), "unsaid": unsaid}
+    return result | {
+        "ranks": {
+            name: layers_of([RankInfo(PoolHandle("boot", 1, fd, fd, 8, 4096), pages, layout.parts) for fd in files])
+            for name, files in {"a pool per rank": [3, 4], "a pool for both ranks": [3, 3]}.items()
+        },
+        "parts": sorted(parts),
+        "unsaid": [
+            name
+            for name in parts
+            if describe_parts(vllm_config, layout, parts | {name: others.get(name, "another")}) == described
+        ],
+    }
 
 
 SCENARIOS = {
     f.__name__: f
     for f in (
+        computed,
         rounds,
         offloading,
-        own_policy,
-        cache_policies,
         one_by_one,
-        whole_prompts,
         service,
-        reuse,
-        turns,
-        divergent,
+        broken,
         aborts,
-        failed_load,
         storm,
         tier_storm,
-        tier_rounds,
-        tier_endless,
         sleeps,
-        updates,
         swapped,
         sessions,
         adapters,
         retained,
-        queued,
         endless,
-        refusals,
-        fingerprints,
-        beside,
     )
 }
+WITHOUT_ENGINE = {f.__name__: f for f in (reference, cache_policies, configurations, beside)}
+"""Scenarios that start no engine, or another one."""
 
 
 def write_result(result: dict[str, Any]) -> None:
@@ -1729,10 +1497,19 @@ def write_result(result: dict[str, Any]) -> None:
 
 def main() -> None:
     config = json.loads(Path(sys.argv[1]).read_text())
-    start = time.perf_counter()
-    result = SCENARIOS[config["scenario"]](config)
-    result["seconds"] = time.perf_counter() - start
-    write_result(result)
+    acts: dict[str, dict[str, Any]] = config["acts"]
+    start, results = time.perf_counter(), dict[str, Any]()
+    if set(acts) <= WITHOUT_ENGINE.keys():
+        results = {name: WITHOUT_ENGINE[name](config | changes) for name, changes in acts.items()}
+    else:
+        engine = Engine(config)
+        for name, changes in acts.items():
+            engine.begin(config | changes)
+            write_result(results)
+            # The same scenario may be played more than once: "rounds, failing".
+            results[name] = SCENARIOS[name.partition(",")[0]](engine, config | changes)
+    results["seconds"] = time.perf_counter() - start
+    write_result(results)
     sys.stdout.flush()
     sys.stderr.flush()
     # The result is written. How vLLM shuts down is not tested here.

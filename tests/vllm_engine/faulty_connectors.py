@@ -3,15 +3,12 @@ And one that asks for another KV cache layout."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from kvoffload.abc import ByteArray, Transfer, TransferSpec
-from kvoffload.tiers.disk import blockio
-from kvoffload.vllm import connector, versions
+from kvoffload.vllm import versions
 from kvoffload.vllm.connector import KVOffloadConnector
 from kvoffload.vllm.nesting import BLOCKS_FIRST, reason_against_blocks_first
 from tests.sim.faults import CorruptingTransfer, FailingTransfer, SlowTransfer, WrappedTransfer
@@ -25,25 +22,6 @@ class SlowKVOffloadConnector(KVOffloadConnector):
         seed = self._vllm_config.parallel_config.rank
         worker = self.connector_worker
         worker.transfer = FailingTransfer(SlowTransfer(worker.transfer, seed), rate=0.33, seed=seed, fails_first=True)
-
-
-class FailingKVOffloadConnector(KVOffloadConnector):
-    """Seven tries of ten fail, so about half of all loads and stores do. Outputs must not change."""
-
-    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        super().register_kv_caches(kv_caches)
-        worker = self.connector_worker
-        worker.transfer = FailingTransfer(worker.transfer, rate=0.7)
-
-
-class CorruptedStatesKVOffloadConnector(KVOffloadConnector):
-    """What is loaded of layers with states is corrupted, their KV beside it is not. Outputs must change."""
-
-    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        super().register_kv_caches(kv_caches)
-        worker = self.connector_worker
-        groups = [group.state for group in self.layout.parts.groups(self.layout.kv_groups)]
-        worker.transfer = CorruptedStates(worker.transfer, self.pool.data, groups)
 
 
 class CorruptedStates(WrappedTransfer):
@@ -64,31 +42,6 @@ class CorruptedStates(WrappedTransfer):
         super().submit(job_id, spec, is_store)
 
 
-class ExchangedPartsKVOffloadConnector(KVOffloadConnector):
-    """The first two parts of a block are loaded in each other's place. Outputs must change."""
-
-    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        super().register_kv_caches(kv_caches)
-        worker = self.connector_worker
-        worker.transfer = ExchangedParts(worker.transfer, self.layout.parts.group_of)
-
-
-class ExchangedParts(WrappedTransfer):
-    """Exchanges the slots of the first two parts of a group before they are loaded. Blocks must be single device
-    blocks."""
-
-    def __init__(self, inner: Transfer, group_of: Sequence[int]) -> None:
-        super().__init__(inner)
-        self._first = next(i for i, g in enumerate(group_of[1:]) if g == group_of[i])
-
-    def submit(self, job_id: int, spec: TransferSpec, is_store: bool) -> None:
-        if not is_store:
-            slots = np.split(spec.host.slots, np.cumsum(spec.device.group_sizes)[:-1])
-            slots[self._first : self._first + 2] = slots[self._first + 1], slots[self._first]
-            spec = replace(spec, host=replace(spec.host, slots=np.concatenate(slots)))
-        super().submit(job_id, spec, is_store)
-
-
 class CorruptedFollowerKVOffloadConnector(KVOffloadConnector):
     """Only ranks that load from the pool of another one get corrupted bytes. Outputs must change."""
 
@@ -99,15 +52,6 @@ class CorruptedFollowerKVOffloadConnector(KVOffloadConnector):
             worker.transfer = CorruptingTransfer(worker.transfer, self.pool.data)
 
 
-class ForgetfulOfFollowingKVOffloadConnector(KVOffloadConnector):
-    """Names blocks of a drafter without the token after them. Requests with another token find them too, and drafts
-    must be accepted less often."""
-
-    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        vars(connector)["following"] = lambda request, position, n: b""
-        super().set_xfer_handshake_metadata_pp_aware(metadata)
-
-
 class UnfencedKVOffloadConnector(KVOffloadConnector):
     """Takes vLLM's model runner for one that fills blocks with zeros before fences can protect them. Copies must fail,
     and outputs stay right."""
@@ -115,14 +59,6 @@ class UnfencedKVOffloadConnector(KVOffloadConnector):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         vars(versions)["fences_first"] = lambda config: False
         super().__init__(*args, **kwargs)
-
-
-class UnverifiedKVOffloadConnector(KVOffloadConnector):
-    """Accepts blocks from disk without comparing their checksum. With corrupted files outputs must change."""
-
-    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        vars(blockio)["are_damaged"] = lambda header, keys, blocks, checksums: np.zeros(len(keys), bool)
-        super().set_xfer_handshake_metadata_pp_aware(metadata)
 
 
 class ForgetfulKVOffloadConnector(KVOffloadConnector):

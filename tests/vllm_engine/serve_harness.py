@@ -19,8 +19,6 @@ from types import TracebackType
 from typing import Any, Self
 
 from driver import BLOCK_SIZE, DEVICE_BLOCKS, MAX_TOKENS, connector_module
-from openai import AsyncOpenAI, OpenAI
-from prometheus_client.parser import text_string_to_metric_families
 from vllm_harness import DEADLINE_S, ENVIRONMENT, Child, Runner, eventually
 
 from demo.process import HOST, free_ports, kill_session, session_pids, start_program
@@ -51,7 +49,8 @@ class Server:
     """A server. As a context manager it waits until the server answers, and ends it.
 
     ``kv_transfer_config`` is the flag's value, or None for vLLM without kvoffload. With ``run`` its processes are
-    forked from a warm parent, otherwise they are new processes, as in production.
+    forked from a warm parent, otherwise they are new processes, as in production. ``rank`` is the one of several
+    data-parallel engines that is asked if a call names none.
     """
 
     def __init__(
@@ -61,8 +60,11 @@ class Server:
         kv_transfer_config: str | None,
         arguments: Sequence[str] = (),
         run: Runner | None = None,
+        rank: int | None = None,
     ) -> None:
-        self.model = str(model)
+        from openai import OpenAI
+
+        self.model, self._rank = str(model), rank
         self._log = log
         (port,) = free_ports(1)
         self.url = f"http://{HOST}:{port}"
@@ -125,9 +127,13 @@ class Server:
             "max_tokens": body.pop("max_tokens", MAX_TOKENS),
             "temperature": 0,
             "logprobs": 1,
-            "extra_headers": {} if rank is None else {"X-data-parallel-rank": str(rank)},
+            "extra_headers": self._headers(rank),
             "extra_body": body,
         }
+
+    def _headers(self, rank: int | None) -> dict[str, str]:
+        rank = self._rank if rank is None else rank
+        return {} if rank is None else {"X-data-parallel-rank": str(rank)}
 
     def round(self, prompts: Sequence[list[int]], **changes: Any) -> list[Any]:
         """Runs every prompt once, all at the same time, and returns the answers."""
@@ -164,6 +170,8 @@ class Server:
     def scrape(self, rank: int | None = None) -> dict[str, float]:
         """Returns the metrics by their names in METRICS, those with labels as ``NAME:LABEL``. ``rank`` selects one of
         several data-parallel engines."""
+        from prometheus_client.parser import text_string_to_metric_families
+
         samples = {}
         for family in text_string_to_metric_families(self.get("/metrics")):
             for sample in family.samples:
@@ -176,6 +184,8 @@ class Server:
 
     def kinds(self) -> dict[str, str]:
         """Returns the kind, counter or gauge, of every metric of kvoffload that the server exposes."""
+        from prometheus_client.parser import text_string_to_metric_families
+
         families = text_string_to_metric_families(self.get("/metrics"))
         kinds = {f.name.removeprefix("kvoffload:"): f.type for f in families if f.name.startswith("kvoffload:")}
         return {name: kind for name, kind in kinds.items() if not name.endswith("_created")}
@@ -204,6 +214,8 @@ class Clients:
 
     def __init__(self, server: Server, prompts: Iterable[Iterable[list[int]]]) -> None:
         self._server = server
+        from openai import AsyncOpenAI
+
         self._client = AsyncOpenAI(**server.access)
         self._ended = False
         self.answers: list[tuple[list[int], list[Any]]] = []

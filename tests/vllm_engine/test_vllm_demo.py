@@ -1,4 +1,4 @@
-"""A short version of the demo on real vLLM. In ``make soak`` its first act runs in a new process, as elsewhere."""
+"""A short version of the demo on real vLLM, in ``make soak``. Its first act runs in a new process, as elsewhere."""
 
 from __future__ import annotations
 
@@ -16,12 +16,8 @@ from demo import run as demo_run
 from demo.act import EngineProcess, Progress
 from demo.engine import connector
 from demo.protocol import RequestResult, Source
-from tests.scale import SCALE
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(not demo_run.vllm_installed(), reason="vLLM is not installed"),
-]
+pytestmark = [pytest.mark.vllm, pytest.mark.soak]
 
 SMALL = demo_run.Sizes(
     documents=4,
@@ -54,7 +50,7 @@ class Seen(Progress):
 def test_short_demo(run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     set_up_demo(monkeypatch)
     warm = run.parent(os.environ).start_process
-    starts = chain([process.start_process if SCALE > 1 else warm], repeat(warm))
+    starts = chain([process.start_process], repeat(warm))
 
     def start_process(*arguments: Any) -> process.Process:
         return next(starts)(*arguments)
@@ -78,7 +74,6 @@ def test_short_demo(run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert list(tmp_path.glob("disk-*")) == []
 
 
-@pytest.mark.soak
 @pytest.mark.skipif(not smollm2.is_installed(), reason=f"{smollm2.NAME} {smollm2.MISSING}")
 def test_a_trained_model_makes_sense_unless_what_it_loads_is_corrupted(
     run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,24 +1,19 @@
-"""vLLM's own offloading with KVOffloadTier below its host memory, and with the worker that copies on a CPU."""
+"""vLLM's own offloading with KVOffloadTier below its host memory, whose chunks AutoCachePolicy evicts, and with the
+worker that copies on a CPU: the second and third column of docs/engines.md."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-
-# Not "vllm": a directory of that name on sys.path could be imported instead.
-pytest.importorskip("vllm.version")
 from driver import make_prompts
-from test_vllm_disk import corrupt
-from test_vllm_ranks import PARALLEL, TWO_RANKS
 from test_vllm_versions import OVERLAYS
-from vllm_harness import DEADLINE_S, GEMMA3, Run, Runner, differences, with_lfm2
+from vllm_harness import DEADLINE_S, GEMMA3, PARALLEL, TWO_RANKS, Run, Runner, differences, with_lfm2
 
 from kvoffload.abc import KVGroup
 from kvoffload.cache.keys import make_offload_key
@@ -46,8 +41,9 @@ def check(run: Run, expected: list[Any]) -> None:
     """Checks all answers, and that nothing is left."""
     for answers in run["outputs"]:
         assert differences(answers, expected) == []
-    assert (run["off"], run["jobs"], run["requests"]) == ([False], [0], [0])
-    assert run["free_device_blocks"] == run["usable_device_blocks"]
+    for state in run["states"]:
+        assert (state["jobs"], state["requests"]) == ([0], [0]) or state["off"] == [True]
+        assert state["free_device_blocks"] == state["usable_device_blocks"]
     assert run["threads"] == []
     # vLLM releases its host memory, so no view of it is left.
     assert "Removed mmap file" in run.log
@@ -55,198 +51,157 @@ def check(run: Run, expected: list[Any]) -> None:
     assert "AutoCachePolicy failed" not in run.log
 
 
-def tier_tokens(run: Run) -> int:
-    return sum(record["disk_tokens"] for record in run["records"])
+def tier_tokens(state: Any) -> int:
+    return sum(record["disk_tokens"] for record in state["records"])
 
 
-def halves(records: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Returns the records of the first and of the second round."""
-    return records[: len(records) // 2], records[len(records) // 2 :]
+ROUNDS = ("", "again", "corrupt", "reset", "break")
+"""What is done before each round of one engine."""
 
 
 @pytest.fixture(scope="module")
-def left(run: Runner, expected: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory in which a server has left the blocks of all prompts."""
-    directory = tmp_path_factory.mktemp("doors") / "left"
-    result = run("offloading", rounds=1, offloading=with_tier(tier=disk(directory)))
-    check(result, expected)
-    assert tier_tokens(result) == 0
-    assert result["metrics"][0]["tier_write_blocks:disk"] > 0
-    return directory
+def door(run: Runner, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    directory = tmp_path_factory.mktemp("doors") / "disk"
+    options = with_tier(SMALL, tier=disk(directory)) | AUTO
+    config = {"rounds": ROUNDS, "disk": str(directory), "events": True, "patches": ["little staging"]}
+    return run("offloading", offloading=options, **config)
 
 
-@pytest.fixture
-def copied(left: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(left, tmp_path / "copied"))
+def state_of(door: Run, what: str) -> Any:
+    return door["states"][ROUNDS.index(what)]
 
 
-def test_a_restarted_server_finds_its_chunks_on_disk(run: Runner, expected: list[Any], copied: Path) -> None:
-    result = run("offloading", rounds=2, offloading=with_tier(tier=disk(copied)))
-    check(result, expected)
-    assert "kvoffload: tiers below vLLM's host memory" in result.log
-    (metrics,) = result["metrics"]
-    names = {record["req_id"] for record in result["records"]}
-    assert tier_tokens(result) == metrics["tier_hit_tokens:disk"] > sum(map(len, make_prompts())) / 2
-    assert metrics.get("tier_bad_blocks:disk", 0) == 0
-    assert len(names) == len(result["records"]) >= len(expected)
-    samples = result["prometheus"]
-    assert samples["kvoffload:tier_hit_tokens_total:disk"] == metrics["tier_hit_tokens:disk"]
-    assert samples["vllm:kv_offload_tiering_read_bytes_total:1:KVOffloadTier"] > 0
+class TestDoor:
+    """All tests look at one engine."""
 
+    def test_answers_do_not_change_and_nothing_is_left(self, door: Run, expected: list[Any]) -> None:
+        check(door, expected)
+        assert min(door["loaded"], door["evicted"]) > 0
+        assert "kvoffload: tiers below vLLM's host memory" in door.log
+        assert "kvoffload's policy auto evicts from vLLM's host memory" in door.log
 
-def test_corrupted_bytes_are_misses(run: Runner, expected: list[Any], copied: Path) -> None:
-    corrupt(copied)
-    result = run("offloading", rounds=1, offloading=with_tier(tier=disk(copied)))
-    check(result, expected)
-    assert tier_tokens(result) == 0
-    assert result["metrics"][0]["tier_bad_blocks:disk"] > 0
-    assert "corrupt" in {record["reason"] for record in result["records"]}
+    def test_chunks_that_left_host_memory_are_found_on_disk(self, door: Run, expected: list[Any]) -> None:
+        before, after = state_of(door, ""), state_of(door, "again")
+        tokens = tier_tokens(before) + tier_tokens(after)
+        (metrics,) = after["metrics"]
+        assert tier_tokens(after) > sum(map(len, make_prompts())) / 4
+        assert tokens == metrics["tier_hit_tokens:disk"]
+        assert metrics["tier_write_blocks:disk"] > metrics.get("tier_bad_blocks:disk", 0) == 0
+        names = [record["req_id"] for record in after["records"]]
+        assert len(names) == len(set(names)) > 0
+        samples = after["prometheus"]
+        assert samples["kvoffload:tier_hit_tokens_total:disk"] == tokens
+        assert samples["vllm:kv_offload_tiering_read_bytes_total:1:KVOffloadTier"] > 0
+
+    def test_corrupted_bytes_are_misses(self, door: Run) -> None:
+        state = state_of(door, "corrupt")
+        assert state["off"] == [False]
+        assert state["metrics"][0]["tier_bad_blocks:disk"] > 0
+        assert "corrupt" in {record["reason"] for record in state["records"]}
+
+    def test_a_reset_forgets_what_was_stored(self, door: Run) -> None:
+        """vLLM resets its caches when weights are updated, and does not say whether they were."""
+        first = min(state_of(door, "reset")["records"], key=lambda record: int(record["req_id"].split("-")[0]))
+        assert first["disk_tokens"] == 0
+        assert "kvoffload: the cache was reset" in door.log
+
+    def test_a_bug_in_the_tier_is_a_miss(self, door: Run) -> None:
+        """Requests are computed from then on, and all that waits for the tier ends."""
+        state = state_of(door, "break")
+        assert state["off"] == [True]
+        assert door.log.count("OFFLOADING TO TIERS IS OFF: submit_load failed") == 1
+        assert state["metrics"][0]["off"] == 1
+
+    def test_events_name_what_is_in_the_tier(self, door: Run) -> None:
+        stored = [event for event in door["events"] if event[:2] == ["BlockStored", "STORAGE"]]
+        written = state_of(door, "again")["metrics"][0]["tier_write_blocks:disk"]
+        assert sum(len(event) - 2 for event in stored) >= written > 0
 
 
 @pytest.mark.soak
-def test_the_same_bytes_in_the_tier_of_vllm_change_outputs(run: Runner, expected: list[Any], tmp_path: Path) -> None:
-    """The control: without it the comparisons here would prove nothing."""
-    options = SPEC | {"cpu_bytes_to_use": LARGE, "secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path)}]}
-    result = run("offloading", rounds=1, offloading=options)
-    assert differences(result["outputs"][0], expected) == []
-    files = list(tmp_path.rglob("*.bin"))
-    assert files
-    for path in files:
-        np.memmap(path, np.uint8, "r+")[3::64] ^= 0x80
-    result = run("offloading", rounds=1, offloading=options)
-    assert len(differences(result["outputs"][0], expected)) > len(expected) / 2
-
-
-@pytest.mark.soak
-def test_weights_that_were_replaced_find_nothing(
-    run: Runner, expected: list[Any], copied: Path, tmp_path: Path
+def test_a_restarted_server_finds_its_chunks_unless_its_weights_were_replaced(
+    run: Runner, expected: list[Any], tmp_path: Path
 ) -> None:
-    config = {"rounds": 1, "model": str(tmp_path / "model"), "new_rows": 128}
-    result = run("offloading", offloading=with_tier(tier=disk(copied)), **config)
-    assert tier_tokens(result) == 0
-    # Every prompt has some of the changed tokens.
-    assert len(differences(result["outputs"][0], expected)) == len(expected)
-    assert result["metrics"][0]["tier_write_blocks:disk"] > 0
-
-
-def test_a_reset_forgets_what_was_stored(run: Runner, expected: list[Any], copied: Path) -> None:
-    """vLLM resets its caches when weights are updated, and does not say whether they were."""
-    options = with_tier(tier=disk(copied))
-    result = run("offloading", rounds=2, reset=True, offloading=options)
-    check(result, expected)
-    before, after = halves(result["records"])
-    assert sum(record["disk_tokens"] for record in before) > 0
-    assert sum(record["disk_tokens"] for record in after) == 0
-    assert "kvoffload: the cache was reset" in result.log
-
-
-def test_events_and_a_bug_in_the_tier(run: Runner, expected: list[Any], tmp_path: Path) -> None:
-    """Requests are computed from then on, and all that waits for the tier ends."""
-    options = with_tier(SMALL, tier=disk(tmp_path / "disk"))
-    result = run("offloading", offloading=options, events=True, **{"break": True})
-    for answers in result["outputs"]:
-        assert differences(answers, expected) == []
-    assert (result["off"], result["jobs"], result["threads"]) == ([True], [0], [])
-    assert result["free_device_blocks"] == result["usable_device_blocks"]
-    assert result.log.count("OFFLOADING TO TIERS IS OFF: submit_load failed") == 1
-    assert result["metrics"][0]["off"] == 1
-    stored = [event for event in result["events"] if event[:2] == ["BlockStored", "STORAGE"]]
-    assert sum(len(event) - 2 for event in stored) >= result["metrics"][0]["tier_write_blocks:disk"] > 0
+    """Every prompt has some of the changed tokens. Hashes with an unexpected root switch the tier off."""
+    options = with_tier(tier=disk(tmp_path / "disk"))
+    others = {"model": str(tmp_path / "model"), "new_rows": 128}
+    for is_found, config in ((False, {}), (True, {}), (False, {"patches": ["another root"]}), (False, others)):
+        result = run("offloading", rounds=[""], offloading=options, **config)
+        assert len(differences(result["outputs"][0], expected)) == (len(expected) if config is others else 0)
+        assert (tier_tokens(result) > 0) is is_found
+        assert result["off"] == ["patches" in config]
+        assert ("set PYTHONHASHSEED=0" in result.log) == ("patches" in config)
+    elsewhere = run("rounds", rounds=1, multiprocessing=True, offloading=options)
+    assert differences(elsewhere["outputs"][0], expected) == []
+    assert elsewhere["prometheus"]["kvoffload:tier_hit_tokens_total:disk"] > 0, "the frontend makes the metrics"
+    assert elsewhere["prometheus"]["kvoffload:tier_capacity_bytes:disk"] == 32 << 20
 
 
 @pytest.mark.soak
-def test_hashes_with_an_unexpected_root_switch_the_tier_off(run: Runner, expected: list[Any], copied: Path) -> None:
-    result = run("offloading", rounds=1, offloading=with_tier(tier=disk(copied)), unexpected_root=True)
-    assert differences(result["outputs"][0], expected) == []
-    assert (result["off"], tier_tokens(result)) == ([True], 0)
-    assert "set PYTHONHASHSEED=0" in result.log
-
-
-@pytest.mark.soak
-def test_metrics_of_an_engine_in_another_process(run: Runner, expected: list[Any], copied: Path) -> None:
-    """The frontend makes the metrics, without the tier."""
-    result = run("rounds", rounds=1, multiprocessing=True, offloading=with_tier(tier=disk(copied)))
-    assert differences(result["outputs"][0], expected) == []
-    assert result["prometheus"]["kvoffload:tier_hit_tokens_total:disk"] > 0
-    assert result["prometheus"]["kvoffload:tier_capacity_bytes:disk"] == 32 << 20
-
-
-@pytest.mark.soak
-def test_windows_and_chunks_of_several_blocks(run: Runner, gemma3_expected: list[Any], tmp_path: Path) -> None:
-    options = with_tier(SMALL, tier=disk(tmp_path / "disk")) | {"blocks_per_chunk": 2} | AUTO
+def test_windows_and_states_and_chunks_of_several_blocks(
+    run: Runner, gemma3_expected: list[Any], tmp_path: Path
+) -> None:
+    options = with_tier(SMALL, tier=disk(tmp_path / "windows")) | {"blocks_per_chunk": 2} | AUTO
     for _ in range(2):
-        result = run("offloading", rounds=1, offloading=options, **GEMMA3)
+        result = run("offloading", rounds=[""], offloading=options, **GEMMA3)
         check(result, gemma3_expected)
     # How much was stored depends on the disk: vLLM replaces no chunk that is still being written.
     assert tier_tokens(result) > sum(map(len, make_prompts())) / 4
-
-
-@pytest.mark.soak
-def test_states(run: Runner, tmp_path: Path) -> None:
-    options, model = with_tier(SMALL, tier=disk(tmp_path / "disk")) | AUTO, with_lfm2(prompts=6, max_tokens=24)
-    computed = run("offloading", rounds=1, offloading=options, **model)
+    options, model = with_tier(SMALL, tier=disk(tmp_path / "states")) | AUTO, with_lfm2(prompts=6, max_tokens=24)
+    computed = run("offloading", rounds=[""], offloading=options, **model)
     assert tier_tokens(computed) == 0
-    result = run("offloading", rounds=1, offloading=options, **model)
+    result = run("offloading", rounds=[""], offloading=options, **model)
     check(result, computed["outputs"][0])
     assert tier_tokens(result) > sum(map(len, make_prompts(6))) / 3
 
 
 @pytest.mark.soak
-def test_servers_of_one_and_of_two_ranks_share_blocks(run: Runner, expected: list[Any], tmp_path: Path) -> None:
-    """With vLLM's canonical layout."""
+@pytest.mark.parametrize("kind", ["disk", "shared_dir"])
+def test_servers_of_one_and_of_two_ranks_share_blocks(
+    run: Runner, expected: list[Any], tmp_path: Path, kind: str
+) -> None:
+    """With vLLM's canonical layout. The control: without it vLLM's fs tier gives the blocks of one rank to two."""
     # Other variables of vLLM count as other software.
     binding = "VLLM_CPU_OMP_THREADS_BIND"
     parallel = {"environment": {binding: TWO_RANKS[binding]}, "engine": PARALLEL["tensor"]}
-    canonical = with_tier(tier=disk(tmp_path / "disk")) | {"canonical_layout": True}
-    found = []
+    canonical = with_tier(tier=disk(tmp_path / "disk") | {"kind": kind}) | {"canonical_layout": True}
+    tokens = []
     for config in ({}, parallel, {}):
-        result = run("offloading", rounds=1, prompts=4, offloading=canonical, **config)
+        result = run("offloading", rounds=[""], prompts=4, offloading=canonical, **config)
         check(result, expected[:4])
-        found.append(tier_tokens(result))
-    assert found[0] == 0
-    assert len(set(found[1:])) == 1
-    assert found[1] > sum(map(len, make_prompts(4))) / 2
-
-
-@pytest.mark.soak
-def test_ranks_find_their_own_chunks(run: Runner, expected: list[Any], tmp_path: Path) -> None:
-    parallel = {"environment": TWO_RANKS, "engine": PARALLEL["tensor"]}
-    direct = with_tier(SMALL // 2, tier=disk(tmp_path / "disk"))
-    result = run("offloading", prompts=4, offloading=direct, **parallel)
-    check(result, expected[:4])
-    assert [sum(each["disk_tokens"] for each in part) > 0 for part in halves(result["records"])] == [False, True]
+        tokens.append(tier_tokens(result))
+    assert tokens[0] == 0
+    assert len(set(tokens[1:])) == 1
+    assert tokens[1] > sum(map(len, make_prompts(4))) / 2
+    of_vllm = SPEC | {"cpu_bytes_to_use": LARGE, "secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path / "fs")}]}
+    for is_wrong, config in ((False, {}), (True, parallel)):
+        result = run("rounds", rounds=1, multiprocessing=True, prompts=4, offloading=of_vllm, **config)
+        assert len(differences(result["outputs"][0], expected[:4])) == (4 if is_wrong else 0)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("version", OVERLAYS)
-def test_other_versions(run: Runner, version: str, tmp_path: Path) -> None:
+def test_other_versions(run: Runner, version: str, expected: list[Any], tmp_path: Path) -> None:
     paths = [str(OVERLAYS[version]), *filter(None, [os.environ.get("PYTHONPATH")])]
     overlaid = {"environment": {"PYTHONPATH": os.pathsep.join(paths), "VLLM_USE_V2_MODEL_RUNNER": "0"}}
-    result = run("offloading", prompts=6, offloading=with_tier(SMALL, tier=disk(tmp_path / "disk")), **overlaid)
+    options = with_tier(SMALL, tier=disk(tmp_path / "disk"))
+    result = run("offloading", prompts=6, rounds=["", "again"], offloading=options, **overlaid)
     assert result["vllm"].startswith(version)
-    check(result, result["outputs"][0])
-    assert tier_tokens(result) > 0
+    check(result, expected[:6])
+    assert sum(map(tier_tokens, result["states"])) > 0
     assert "kvoffload is tested with" not in result.log
 
 
 CACHE = {"kind": "disk", "dir": "DIRECTORY", "bytes": "32MiB"}
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "no tier": ({}, ['secondary_tiers[0].tier is not set; add a tier, such as {"tier": {"kind": "disk"']),
     "an unknown key": (
         {"tier": CACHE, "disk_dir": "/c"},
         ["secondary_tiers[0].disk_dir='/c': unknown option", "tiers"],
     ),
-    "a key of vLLM's own tier": (
-        {"root_dir": "/c"},
-        ["secondary_tiers[0].root_dir=***: unknown option; remove it. Known: tier"],
-    ),
-    "a tier without a size": ({"tier": {"kind": "disk", "dir": "/c"}}, ["secondary_tiers[0].tier.bytes is not set"]),
     "a wrong value of the second": (
         {"tiers": [CACHE, CACHE | {"dir": "/c", "bytes": "x"}]},
         ["secondary_tiers[0].tiers[1].bytes='x': not an amount of memory"],
     ),
-    "tier and tiers": ({"tier": CACHE, "tiers": [CACHE]}, ["secondary_tiers[0].tier: tiers is set too", "into tiers"]),
-    "a wrong deadline": ({"tier": CACHE, "load_deadline_ms": "1"}, ["secondary_tiers[0].load_deadline_ms='1': must"]),
     "a file instead of a directory": (
         {"tier": CACHE | {"dir": "/proc/version"}},
         ["secondary_tiers[0].tier.dir='/proc/version'"],
@@ -294,7 +249,7 @@ def said(run: Runner, tmp_path_factory: pytest.TempPathFactory) -> Run:
     tiers |= {name: {"tier": CACHE} for name in (*DIFFERENT, "right", "right again")}
     tiers["two engines"] = {"tier": CACHE, "engines_per_node": 2}
     cases = {name: case(i, name, tier, **DIFFERENT.get(name, {})) for i, (name, tier) in enumerate(tiers.items())}
-    return run("refusals", cases=cases)
+    return run("configurations", cases=cases)
 
 
 @pytest.mark.parametrize("name", REFUSED)

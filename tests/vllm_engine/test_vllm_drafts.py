@@ -10,20 +10,10 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
+from driver import BLOCK_SIZE, NOT_OFFLOADED, write_model
+from vllm_harness import POOL, Run, Runner, assert_at_rest, check
 
-# Not "vllm": a directory of that name on sys.path could be imported instead.
-pytest.importorskip("vllm.version")
-import torch
-from driver import BLOCK_SIZE, write_model
-from vllm.config import KVTransferConfig
-from vllm.config.speculative import SpeculativeConfig, SpeculativeMethod
-from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm_harness import POOL, Run, Runner, assert_at_rest
-
-from kvoffload.vllm.following import following
-from kvoffload.vllm.layout import EngineLayout
-from kvoffload.vllm.versions import PROJECTING_DRAFTERS
+from tests.deploy.service_links import manifests, variables
 
 pytestmark = pytest.mark.vllm
 
@@ -32,47 +22,64 @@ PREFIX: list[int] = np.random.default_rng(3).integers(5, 500, 3 * BLOCK_SIZE).to
 PROMPTS = [[*PREFIX, 100], [*PREFIX, 101], [*PREFIX, 102], PREFIX, [*PREFIX, 101]]
 """The drafter's KV at the end of the prefix differs between them. Of the fourth, it depends on the first token of the
 answer."""
-ONE_BY_ONE: dict[str, Any] = {"eagle": True, "asked": PROMPTS, "more": [7]}
+ONE_BY_ONE: dict[str, Any] = {"asked": PROMPTS, "more": [7]}
+ACTS: dict[str, dict[str, Any]] = {
+    "one_by_one, computed": {"sampling": {"extra_args": NOT_OFFLOADED}},
+    "one_by_one": {},
+    "one_by_one, forgetful": {"forgets_following": True},
+}
+LOADED = [0, 2, 2, 2, 3]
+"""Blocks that are found: the third one by those with the same token after it."""
+THEN = [4] * len(PROMPTS)
+"""The last blocks were completed by accepted drafts."""
 
 
-@pytest.fixture(scope="module")
-def computed(run: Runner) -> Run:
-    """The drafts if every token is computed."""
-    result = run("one_by_one", **ONE_BY_ONE, engine={"enable_prefix_caching": False})
-    assert result["accepted"] > 100
-    return result
+def blocks_found(result: Run) -> list[int]:
+    return [record["host_tokens"] // BLOCK_SIZE for record in result["records"]]
 
 
-def test_drafts_are_the_same_with_and_without_offloading(run: Runner, computed: Run) -> None:
-    result = run("one_by_one", **ONE_BY_ONE, connector=POOL)
-    assert result["outputs"] == computed["outputs"]
-    assert result["drafts"] == computed["drafts"]
-    assert result["accepted"] == computed["accepted"]
-    found = [record["host_tokens"] // BLOCK_SIZE for record in result["records"]]
-    assert found[: len(PROMPTS)] == [0, 2, 2, 2, 3], "the third block is found by those with the same token after it"
-    assert found[len(PROMPTS) :] == [4] * len(PROMPTS), "the last blocks were completed by accepted drafts"
-    assert_at_rest(result.result)
+class TestEagle:
+    """Row "draft models, EAGLE"."""
+
+    @pytest.fixture(scope="class", params=[False, pytest.param(True, marks=pytest.mark.soak)], ids=["", "asynchronous"])
+    def acts(self, run: Runner, request: pytest.FixtureRequest) -> dict[str, Run]:
+        """The scheduler of an asynchronous engine does not see drafts, and learns one step later what was accepted."""
+        # The server has the variables of Kubernetes' service links.
+        config: dict[str, Any] = {"environment": variables(manifests()), "patches": ["may forget following tokens"]}
+        return run.play(ACTS, eagle=True, connector=POOL, force_async=request.param, **ONE_BY_ONE, **config)
+
+    def test_drafts_are_the_same_with_and_without_offloading(self, acts: dict[str, Run]) -> None:
+        computed, result = acts["one_by_one, computed"], acts["one_by_one"]
+        assert computed["accepted"] > 100
+        assert sum(blocks_found(computed)) == 0
+        assert result["outputs"] == computed["outputs"]
+        assert result["accepted"] == computed["accepted"]
+        assert result["scheduler"] == "AsyncScheduler" or result["drafts"] == computed["drafts"]
+        assert blocks_found(result) == LOADED + THEN
+        assert_at_rest(result.result)
+
+    def test_drafts_are_worse_if_blocks_are_found_that_have_another_token_after_them(
+        self, acts: dict[str, Run]
+    ) -> None:
+        """The control."""
+        computed, _, wrong = acts.values()
+        assert blocks_found(wrong)[: len(PROMPTS)] == [0, 3, 3, 2, 3]
+        assert wrong["outputs"] == computed["outputs"], "the model checks drafts"
+        assert wrong["accepted"] < computed["accepted"]
 
 
 @pytest.mark.soak
-def test_as_many_are_accepted_with_asynchronous_scheduling(run: Runner, computed: Run) -> None:
-    """The scheduler does not see drafts then, and learns one step later what was accepted."""
-    result = run("one_by_one", **ONE_BY_ONE, connector=POOL, force_async=True)
-    assert result["scheduler"] == "AsyncScheduler"
-    assert [record["host_tokens"] // BLOCK_SIZE for record in result["records"]] == [0, 2, 2, 2, 3, 4, 4, 4, 4, 4]
-    assert result["outputs"] == computed["outputs"]
-    assert result["accepted"] == computed["accepted"]
-    assert_at_rest(result.result)
-
-
-@pytest.mark.soak
-def test_drafts_are_worse_if_blocks_are_found_that_have_another_token_after_them(run: Runner, computed: Run) -> None:
-    """The control."""
-    result = run("one_by_one", **ONE_BY_ONE, connector=POOL, connector_class="ForgetfulOfFollowingKVOffloadConnector")
-    assert [record["host_tokens"] // BLOCK_SIZE for record in result["records"]][: len(PROMPTS)] == [0, 3, 3, 2, 3]
-    assert result["outputs"] == computed["outputs"], "the model checks drafts"
-    assert result["drafts"] != computed["drafts"]
-    assert result["accepted"] < computed["accepted"]
+def test_all_drafts_of_a_right_draft_model_are_accepted(run: Runner, expected: list[Any]) -> None:
+    """The model checks drafts, so wrong ones do not change outputs but are accepted less often, as the control shows.
+    Here the model is its own draft model, so nearly all are accepted."""
+    shares = []
+    for changes in ({}, {"corrupt_drafts": True}):
+        engine = {"num_gpu_blocks_override": 48}
+        result = run("rounds", rounds=3, connector=POOL, draft=True, engine=engine, **changes)
+        check(result, expected)
+        assert result["metrics"]["host_hit_tokens"] > 0
+        shares.append(result["accepted"] / result["drafted"])
+    assert shares[0] > 0.95 > shares[1] > 0
 
 
 @dataclass(eq=False)
@@ -92,6 +99,10 @@ def image(name: str, offset: int, length: int) -> Any:
 
 
 def test_tokens_are_described_by_all_that_stands_in_their_place() -> None:
+    import torch
+
+    from kvoffload.vllm.hints import following
+
     placeholder = 9
     tokens = [1, 2, placeholder, placeholder, 5]
     requests = [
@@ -148,6 +159,13 @@ class Speculative:
 def test_groups_of_a_drafter_look_ahead(
     tmp_path: Path, speculative: Speculative | None, marked: list[int], lookahead: list[int]
 ) -> None:
+    import torch
+    from vllm.config import KVTransferConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+    from kvoffload.vllm.layout import EngineLayout
+
     write_model(tmp_path / "model")
     connector = KVTransferConfig(
         kv_connector="KVOffloadConnector",
@@ -166,6 +184,10 @@ def test_groups_of_a_drafter_look_ahead(
 
 def test_every_drafter_that_reads_hidden_states_is_known() -> None:
     """The lookahead of each was derived from vLLM's source. A new one needs the same."""
+    from vllm.config.speculative import SpeculativeMethod
+
+    from kvoffload.vllm.versions import PROJECTING_DRAFTERS
+
     methods = {method for method in literals(SpeculativeMethod) if reads_hidden_states(method)}
     assert "eagle" in methods
     assert methods <= {"eagle", "eagle3", "mtp", *PROJECTING_DRAFTERS, "extract_hidden_states"}
@@ -178,6 +200,8 @@ def literals(kind: Any) -> set[str]:
 
 
 def reads_hidden_states(method: str) -> bool:
+    from vllm.config.speculative import SpeculativeConfig
+
     config = object.__new__(SpeculativeConfig)
     config.method = method
     return bool(config.use_eagle())

@@ -7,20 +7,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-# Not "vllm": a directory of that name on sys.path could be imported instead.
-pytest.importorskip("vllm.version")
-import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from vllm.distributed.kv_events import BlockRemoved, BlockStored
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvoffload.abc import BlockDescription, KVGroup, MissReason, OffloadingEvent, OffloadKey
 from kvoffload.cache.keys import NAMESPACE_BYTES, make_offload_key
 from kvoffload.connector.parts import Parts
 from kvoffload.observe.metrics import METRICS
-from kvoffload.vllm.events import EventTranslator
-from kvoffload.vllm.metrics import KVOffloadPromMetrics, KVOffloadStats
+from tests.lazy import lazily
+
+events, metrics_module = lazily("kvoffload.vllm.events"), lazily("kvoffload.vllm.metrics")
+kv_events = lazily("vllm.distributed.kv_events")
 
 pytestmark = pytest.mark.vllm
 
@@ -46,11 +42,13 @@ def key(i: int, part: int = 0) -> OffloadKey:
     return make_offload_key(bytes(NAMESPACE_BYTES) + block_hash(i), part)
 
 
-def translator(lookahead: int = 0, num_parts: int = 1, **options: Any) -> EventTranslator:
-    spec = FullAttentionSpec(block_size=TOKENS, num_kv_heads=1, head_size=1, dtype=torch.float32)
+def translator(lookahead: int = 0, num_parts: int = 1, **options: Any) -> Any:
+    spec = lazily("vllm.v1.kv_cache_interface").FullAttentionSpec(
+        block_size=TOKENS, num_kv_heads=1, head_size=1, dtype=lazily("torch").float32
+    )
     groups = [SimpleNamespace(group=KVGroup(TOKENS, lookahead=lookahead), spec=spec)]
     layout: Any = SimpleNamespace(groups=groups, parts=Parts((num_parts,)))
-    return EventTranslator(layout, **options)
+    return events.EventTranslator(layout, **options)
 
 
 def in_host(*numbers: int, removed: bool = False) -> OffloadingEvent:
@@ -71,9 +69,9 @@ def test_a_block_of_a_tier_has_the_contents_that_it_had_in_host_memory() -> None
     made = translator()
     (host,) = made.translate([in_host(0, 1)], True)
     (tier,) = made.translate([in_tier(0, 1)], True)
-    assert isinstance(host, BlockStored)
+    assert isinstance(host, kv_events.BlockStored)
     assert (host.medium, host.locality, host.ownership) == ("CPU", None, None)
-    assert isinstance(tier, BlockStored)
+    assert isinstance(tier, kv_events.BlockStored)
     assert (tier.medium, tier.locality, tier.ownership) == ("STORAGE", "LOCAL", "disk")
     for event in (host, tier):
         assert event.token_ids == list(range(2 * TOKENS))
@@ -83,11 +81,11 @@ def test_a_block_of_a_tier_has_the_contents_that_it_had_in_host_memory() -> None
 
 def test_events_distinguish_tiers() -> None:
     made = translator()
-    events = [in_host(0), in_tier(0), in_tier(0, tier="mooncake", is_shared=True), in_tier(0, removed=True)]
-    _, disk, store, removed = made.translate(events, True)
+    batch = [in_host(0), in_tier(0), in_tier(0, tier="mooncake", is_shared=True), in_tier(0, removed=True)]
+    _, disk, store, removed = made.translate(batch, True)
     assert (disk.ownership, disk.locality) == ("disk", "LOCAL")
     assert (store.ownership, store.locality) == ("mooncake", "REMOTE")
-    assert isinstance(removed, BlockRemoved)
+    assert isinstance(removed, kv_events.BlockRemoved)
     assert (removed.medium, removed.ownership, removed.locality) == ("STORAGE", "disk", "LOCAL")
 
 
@@ -97,12 +95,12 @@ def test_a_block_in_parts_is_announced_once() -> None:
     parts = [(i, part) for i in (0, 1) for part in range(3)]
     stored = OffloadingEvent([key(i, part) for i, part in parts], "CPU", False, [blocks[i] for i, _ in parts])
     (whole,) = made.translate([stored], True)
-    assert isinstance(whole, BlockStored)
+    assert isinstance(whole, kv_events.BlockStored)
     assert (len(whole.block_hashes), whole.token_ids, whole.group_idx) == (2, list(range(2 * TOKENS)), 0)
     first, last = ([key(1, part)] for part in (0, 2))
     assert list(made.translate([OffloadingEvent(first, "CPU", True)], True)) == []
     (removed,) = made.translate([OffloadingEvent(last, "CPU", True)], True)
-    assert isinstance(removed, BlockRemoved)
+    assert isinstance(removed, kv_events.BlockRemoved)
     assert removed.block_hashes == whole.block_hashes[1:]
 
 
@@ -151,7 +149,7 @@ def test_blocks_of_draft_groups_are_left_out() -> None:
 # Metrics.
 
 
-def prom_metrics(options: dict[str, Any]) -> tuple[KVOffloadPromMetrics, CollectorRegistry]:
+def prom_metrics(options: dict[str, Any]) -> tuple[Any, CollectorRegistry]:
     registry = CollectorRegistry()
 
     def kind(of: type) -> Any:
@@ -159,7 +157,7 @@ def prom_metrics(options: dict[str, Any]) -> tuple[KVOffloadPromMetrics, Collect
 
     config: Any = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config=options))
     types: Any = {Gauge: kind(Gauge), Counter: kind(Counter), Histogram: kind(Histogram)}
-    return KVOffloadPromMetrics(config, types, ["engine"], {0: ["0"]}), registry
+    return metrics_module.KVOffloadPromMetrics(config, types, ["engine"], {0: ["0"]}), registry
 
 
 def tiers_of(registry: CollectorRegistry, name: str) -> set[str]:
@@ -204,7 +202,7 @@ def test_a_configuration_without_tiers_has_no_such_series() -> None:
 def test_the_log_line_names_each_tier() -> None:
     data = {"tier_read_bytes:disk": 2e6, "tier_read_bytes:shared_dir": 3e6}
     data |= {"tier_hit_tokens:shared_dir": 64.0, "tier_off:disk": 1.0, "tier_off:shared_dir": 0.0}
-    shown = KVOffloadStats(data=data).reduce()
+    shown = metrics_module.KVOffloadStats(data=data).reduce()
     assert (shown["disk read MB"], shown["shared_dir read MB"]) == (2.0, 3.0)
     assert (shown["shared_dir hit tokens"], shown["disk off"]) == (64, 1)
     assert "shared_dir off" not in shown

@@ -8,13 +8,9 @@ import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-
-# Not "vllm": a directory of that name on sys.path could be imported instead.
-pytest.importorskip("vllm.version")
-from vllm_harness import DEADLINE_S, ENVIRONMENT, WARM, Child, Runner, WarmParent, eventually
+from vllm_harness import DEADLINE_S, ENVIRONMENT, Child, Runner, eventually
 
 from demo.process import kill_session
 
@@ -89,35 +85,3 @@ def test_a_child_that_is_killed_is_gone_with_its_session(start: Start, group: li
         os.kill(child.pid, 0)
     # A process that has ended has no command line, even before its parent has waited for it.
     assert eventually(lambda: not command.exists() or not command.read_bytes())
-
-
-def test_nothing_of_a_child_is_left_to_the_next(start: Start) -> None:
-    program = "import os, vllm.envs\nprint(os.environ.pop('MINE', None), vllm.envs.VLLM_LOGGING_LEVEL)"
-    said: list[Any] = []
-    for environment in ({"MINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}, {}):
-        child, log = start(program, **environment)
-        assert child.wait(DEADLINE_S) == 0
-        said.append(first_line(log).split())
-    assert said == [["1", "ERROR"], ["None", os.environ.get("VLLM_LOGGING_LEVEL", "INFO")]]
-
-
-def test_processes_of_a_test_run_share_a_parent_until_the_last_one_leaves_it(tmp_path: Path) -> None:
-    program, base = tmp_path / "cold.py", tmp_path / "parent"
-    program.write_text("import warm\nwarm.warm_up = lambda: None\nwarm.main()")
-    (tmp_path / "says.py").write_text("import os\nprint(os.getppid())")
-    environment = {**os.environ, "PYTHONPATH": str(WARM.parent)}
-
-    def parent_of_child(parent: WarmParent) -> int:
-        log = tmp_path / "log"
-        assert parent.start([str(tmp_path / "says.py")], environment, log).wait(DEADLINE_S) == 0
-        return int(log.read_text())
-
-    first, second = [WarmParent(environment, base, program) for _ in range(2)]
-    pid = parent_of_child(first)
-    first.close()
-    assert parent_of_child(second) == pid
-    second.close()
-    assert eventually(lambda: not base.with_suffix(".socket").exists())
-    third = WarmParent(environment, base, program)
-    assert parent_of_child(third) != pid
-    third.close()

@@ -7,13 +7,9 @@ from typing import Any
 
 import pytest
 
-# Not "vllm": a directory of that name on sys.path could be imported instead.
-pytest.importorskip("vllm.version")
+from tests.lazy import lazily
 
-from vllm.v1 import kv_hints
-from vllm.v1.request import Request
-
-from kvoffload.vllm.hints import MAX_ACTIONS, drops_tokens, engine_options
+kv_hints, hints_module = lazily("vllm.v1.kv_hints"), lazily("kvoffload.vllm.hints")
 
 pytestmark = pytest.mark.vllm
 
@@ -29,29 +25,29 @@ def request(**fields: Any) -> Any:
 
 def test_the_session_and_the_payload_of_actions_are_read() -> None:
     hints = envelope(("kvoffload", {"drop": True}), ("prefetch", {"drop": False}), ("kvoffload", {"session": "s"}))
-    assert engine_options(request(session_id="of vLLM", kv_hints=hints)) == {"session": "s", "drop": True}
-    assert engine_options(request(session_id="of vLLM", kv_hints=None)) == {"session": "of vLLM"}
+    assert hints_module.engine_options(request(session_id="of vLLM", kv_hints=hints)) == {"session": "s", "drop": True}
+    assert hints_module.engine_options(request(session_id="of vLLM", kv_hints=None)) == {"session": "of vLLM"}
 
 
 @pytest.mark.parametrize("hints", [None, 7, "kvoffload", SimpleNamespace(actions={}), SimpleNamespace(actions=[7])])
 def test_anything_else_is_no_option(hints: Any) -> None:
-    assert engine_options(request(session_id=None, kv_hints=hints)) == {}
+    assert hints_module.engine_options(request(session_id=None, kv_hints=hints)) == {}
 
 
 def test_few_actions_are_looked_at() -> None:
-    hints = envelope(*[("other", {})] * MAX_ACTIONS, ("kvoffload", {"drop": True}))
-    assert engine_options(request(session_id=None, kv_hints=hints)) == {}
+    hints = envelope(*[("other", {})] * hints_module.MAX_ACTIONS, ("kvoffload", {"drop": True}))
+    assert hints_module.engine_options(request(session_id=None, kv_hints=hints)) == {}
 
 
 def test_vllm_still_has_these_fields() -> None:
-    names = Request.__init__.__annotations__
+    names = lazily("vllm.v1.request").Request.__init__.__annotations__
     assert {"session_id", "kv_hints", "resumable"} <= names.keys()
 
 
 def test_a_request_that_vllms_own_cache_does_not_serve_may_not_load() -> None:
     """Whatever an orchestrator says."""
     hints = envelope(("kvoffload", {"load": True}))
-    assert engine_options(request(skip_reading_prefix_cache=True, kv_hints=hints)) == {"load": False}
+    assert hints_module.engine_options(request(skip_reading_prefix_cache=True, kv_hints=hints)) == {"load": False}
 
 
 @pytest.mark.parametrize(
@@ -61,4 +57,4 @@ def test_sessions_drop_tokens_where_names_do_not_last(
     version: str, is_streamed: bool, drops: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vllm.__version__", version)
-    assert drops_tokens(request(resumable=is_streamed)) is drops
+    assert hints_module.drops_tokens(request(resumable=is_streamed)) is drops

@@ -3,86 +3,78 @@ functions, on a CPU and mostly without an engine."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-
-# Not "vllm": a directory of that name on sys.path could be imported instead.
-pytest.importorskip("vllm.version")
-pytest.importorskip("vllm.v1.kv_cache_layout")
-import torch
 from driver import write_model
-from vllm.config import KVTransferConfig, set_current_vllm_config
-from vllm.engine.arg_utils import EngineArgs
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
-from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
-    CircularBufferSpec,
-    FullAttentionSpec,
-    KVQuantMode,
-    MLAAttentionSpec,
-    SlidingWindowMLASpec,
-    SlidingWindowSpec,
-)
-from vllm.v1.kv_cache_layout import KVCacheLayout
-from vllm.v1.worker.utils import allocate_kv_cache
-from vllm_harness import POOL, Runner, assert_at_rest, differences, with_gemma3
 
 from kvoffload.abc import ConfigError, PageGroup
 from kvoffload.host.pool import HostPool
 from kvoffload.transfer.cuda import native_loop
 from kvoffload.transfer.cuda.pages import page_table
 from kvoffload.transfer.failed import FailedTransfer
-from kvoffload.vllm import pages as vllm_pages
-from kvoffload.vllm.fingerprint import fingerprint_parts
-from kvoffload.vllm.layout import EngineLayout
-from kvoffload.vllm.nesting import BLOCKS_FIRST, LAYERS_FIRST, READ_BY_STRIDE, required_layout
-from kvoffload.vllm.pages import log_layout, make_transfer, page_groups
-from kvoffload.vllm.replicas import RankPool
+from tests.lazy import lazily
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazily("torch")
+interface, nesting, vllm_pages = (
+    lazily(name) for name in ("vllm.v1.kv_cache_interface", "kvoffload.vllm.nesting", "kvoffload.vllm.pages")
+)
 
 pytestmark = pytest.mark.vllm
 
 TOKENS = 32
 BLOCKS = 7
 SERVED_LAYOUTS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
+Make = Callable[[], Any]
+"""Returns the spec of a layer. Parameters of tests are made before vLLM is imported."""
 
 
-def full(heads: int = 2, head_size: int = 32, **changes: Any) -> FullAttentionSpec:
-    fields = {"block_size": TOKENS, "num_kv_heads": heads, "head_size": head_size, "dtype": torch.bfloat16}
-    return FullAttentionSpec(**fields | changes)
+def _spec(kind: str, dtype: str = "bfloat16", kv_quant_mode: str | None = None, **fields: Any) -> Any:
+    if kv_quant_mode is not None:
+        fields["kv_quant_mode"] = interface.KVQuantMode[kv_quant_mode]
+    return getattr(interface, kind)(block_size=TOKENS, dtype=getattr(torch, dtype), **fields)
 
 
-def window(heads: int = 2, head_size: int = 32, **changes: Any) -> SlidingWindowSpec:
-    fields = {"block_size": TOKENS, "num_kv_heads": heads, "head_size": head_size, "dtype": torch.bfloat16}
-    return SlidingWindowSpec(**fields | {"sliding_window": 64} | changes)
+def full(heads: int = 2, head_size: int = 32, **changes: Any) -> Make:
+    return partial(_spec, "FullAttentionSpec", num_kv_heads=heads, head_size=head_size, **changes)
 
 
-def latent(**changes: Any) -> MLAAttentionSpec:
-    fields = {"block_size": TOKENS, "num_kv_heads": 1, "head_size": 576, "dtype": torch.bfloat16}
-    return MLAAttentionSpec(**fields | changes)
+def window(heads: int = 2, head_size: int = 32) -> Make:
+    return partial(_spec, "SlidingWindowSpec", num_kv_heads=heads, head_size=head_size, sliding_window=64)
 
 
-def packed(state_content_bytes: int, **changes: Any) -> MLAAttentionSpec:
+def latent(head_size: int = 576, **changes: Any) -> Make:
+    return partial(_spec, "MLAAttentionSpec", num_kv_heads=1, head_size=head_size, **changes)
+
+
+def packed(state_content_bytes: int) -> Make:
     """Keys and their scales in one state, as bytes."""
-    return latent(head_size=state_content_bytes, dtype=torch.uint8, state_content_bytes=state_content_bytes, **changes)
+    return latent(state_content_bytes, dtype="uint8", state_content_bytes=state_content_bytes)
 
 
-def chunked() -> ChunkedLocalAttentionSpec:
-    return ChunkedLocalAttentionSpec(
-        block_size=TOKENS, num_kv_heads=2, head_size=32, dtype=torch.bfloat16, attention_chunk_size=64
-    )
+def chunked() -> Make:
+    return partial(_spec, "ChunkedLocalAttentionSpec", num_kv_heads=2, head_size=32, attention_chunk_size=64)
 
 
-def short_window(**changes: Any) -> SlidingWindowMLASpec:
-    fields = {"block_size": TOKENS, "num_kv_heads": 1, "head_size": 576, "dtype": torch.bfloat16}
-    return SlidingWindowMLASpec(**fields | {"sliding_window": 64} | changes)
+def short_window() -> Make:
+    return partial(_spec, "SlidingWindowMLASpec", num_kv_heads=1, head_size=576, sliding_window=64)
 
 
-MODELS: dict[str, list[Any]] = {
+def ring() -> Make:
+    return partial(_spec, "CircularBufferSpec", num_kv_heads=1, head_size=64)
+
+
+def made(specs: Sequence[Make]) -> list[Any]:
+    return [make() for make in specs]
+
+
+MODELS: dict[str, list[Make]] = {
     "full attention": [full()] * 3,
     "one KV head": [full(heads=1)] * 3,
     "values of another size": [full(head_size_v=64)] * 3,
@@ -93,25 +85,23 @@ MODELS: dict[str, list[Any]] = {
     "MLA with aligned pages": [latent(head_size=100, alignment=4096)] * 3,
     "MLA of compressed tokens": [latent(tokens_per_state=4)] * 3,
     "scales for each token and head": [
-        full(dtype=torch.int8, kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD, state_content_bytes=2 * (32 + 4))
+        full(dtype="int8", kv_quant_mode="INT8_PER_TOKEN_HEAD", state_content_bytes=2 * (32 + 4))
     ]
     * 3,
-    "FP8 with one scale": [full(dtype=torch.float8_e4m3fn, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)] * 3,
-    "NVFP4 with block scales": [
-        full(dtype=torch.uint8, kv_quant_mode=KVQuantMode.NVFP4, num_head_slots=4, state_content_bytes=18)
-    ]
+    "FP8 with one scale": [full(dtype="float8_e4m3fn", kv_quant_mode="FP8_PER_TENSOR")] * 3,
+    "NVFP4 with block scales": [full(dtype="uint8", kv_quant_mode="NVFP4", num_head_slots=4, state_content_bytes=18)]
     * 3,
     "padded pages": [full(page_size_padded=12288)] * 3,
     "several sizes in one group": [full(), full(head_size=64), full()],
     "MLA with an index": [packed(656), packed(132)] * 2,
 }
 """The layers of models whose layouts each of SERVED_LAYOUTS can be."""
-BLOCKS_FIRST_ONLY: dict[str, list[Any]] = {
+BLOCKS_FIRST_ONLY: dict[str, list[Make]] = {
     "groups with pages of several sizes": [window(head_size=64), full(), window(head_size=64), full()],
     "MLA and its windows, compressed": [latent(tokens_per_state=4), short_window(), packed(132)],
 }
 """Models for which vLLM needs blocks to be outermost, or joins layers into other groups if they are."""
-LAYERS_FIRST_ONLY: dict[str, list[Any]] = {
+LAYERS_FIRST_ONLY: dict[str, list[Make]] = {
     "blocks of several sizes": [window(head_size=64), full(), window(head_size=64), full()],
     "pages padded to a common size": [window(head_size=48), full(), window(head_size=48), full()],
 }
@@ -128,6 +118,10 @@ CASES = [
 @pytest.fixture(scope="module")
 def vllm_config(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The configuration of a tiny model, whose layers each test replaces."""
+    from vllm.config import KVTransferConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    pytest.importorskip("vllm.v1.kv_cache_layout")
     model = tmp_path_factory.mktemp("layouts") / "model"
     write_model(model)
     connector = KVTransferConfig(
@@ -149,16 +143,23 @@ def vllm_config(tmp_path_factory: pytest.TempPathFactory) -> Any:
 class Caches:
     """The KV cache that vLLM allocates for layers with ``specs``."""
 
-    def __init__(self, vllm_config: Any, specs: list[Any], layout: str, kernel_block_size: int | None = None) -> None:
+    def __init__(self, vllm_config: Any, specs: list[Make], layout: str, kernel_block_size: int | None = None) -> None:
+        from vllm.config import set_current_vllm_config
+        from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
+        from vllm.v1.kv_cache_layout import KVCacheLayout
+        from vllm.v1.worker.utils import allocate_kv_cache
+
+        from kvoffload.vllm.layout import EngineLayout
+
         vllm_config.cache_config.kv_cache_layout = layout
-        named = {f"layer{i}": spec for i, spec in enumerate(specs)}
+        named = {f"layer{i}": spec for i, spec in enumerate(made(specs))}
         with set_current_vllm_config(vllm_config):
             groups = get_kv_cache_groups(vllm_config, named)
             self.config = get_kv_cache_config_from_groups(vllm_config, groups, 1 << 24)
             sizes = None if kernel_block_size is None else [kernel_block_size] * len(groups)
             self.tensors = allocate_kv_cache(self.config, torch.device("cpu"), KVCacheLayout[layout], sizes)
         self.layout = EngineLayout.from_vllm(vllm_config, self.config)
-        self.groups = page_groups(self.layout, self.tensors)
+        self.groups = vllm_pages.page_groups(self.layout, self.tensors)
         tensor = next(iter(self.tensors.values()))
         self.memory: Any = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()
 
@@ -194,7 +195,7 @@ def test_a_block_is_restored_elsewhere_and_nothing_else_is_touched(
     assert sorted(n for group in caches.config.kv_cache_groups for n in group.layer_names) == sorted(caches.tensors)
     for group, pages in zip(caches.layout.groups, caches.groups, strict=True):
         assert pages.device_block_bytes == group.device_block_bytes
-        caches.check(group.layer_names, pages)
+        caches.check([layer.name for layer in group.layers], pages)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +205,7 @@ def test_a_block_is_restored_elsewhere_and_nothing_else_is_touched(
 )
 def test_wrong_pages_are_noticed(vllm_config: Any, shift: int, more: int, message: str) -> None:
     caches = Caches(vllm_config, MODELS["padded pages"], "BLHNC")
-    ((layer, *_), pages) = caches.layout.groups[0].layer_names, caches.groups[0]
+    layer, pages = caches.layout.groups[0].layers[0].name, caches.groups[0]
     wrong = pages.views[0].as_strided((BLOCKS, pages.views[0].shape[1] + more), pages.views[0].stride(), shift)
     with pytest.raises(AssertionError, match=message):
         caches.check([layer], PageGroup([wrong]))
@@ -213,17 +214,17 @@ def test_wrong_pages_are_noticed(vllm_config: Any, shift: int, more: int, messag
 @pytest.mark.parametrize("name", MODELS)
 def test_pages_have_the_same_bytes_whether_layers_or_blocks_are_outermost(vllm_config: Any, name: str) -> None:
     """So that a restart with the other order finds its blocks on disk."""
-    made: dict[str, list[bytes]] = {}
+    found: dict[str, list[bytes]] = {}
     for layout in SERVED_LAYOUTS:
         caches = Caches(vllm_config, MODELS[name], layout)
         for layer, tensor in caches.tensors.items():
             values = torch.arange(tensor[3].numel(), dtype=torch.int32) * (7 + int(layer[-1]))
             tensor[3] = values.view(tensor[3].shape).to(torch.uint8).view(tensor[3].shape).to(tensor.dtype)
-        made[layout] = [row.tobytes() for pages in caches.groups for row in caches.rows(pages, 3)]
-    assert made["LBHNC"] == made["BLHNC"]
-    assert made["LBNHC"] == made["BLNHC"]
-    heads = {spec.num_heads for spec in MODELS[name]}
-    assert (made["LBHNC"] == made["LBNHC"]) == (heads == {1}), "the order of heads and tokens does change them"
+        found[layout] = [row.tobytes() for pages in caches.groups for row in caches.rows(pages, 3)]
+    assert found["LBHNC"] == found["BLHNC"]
+    assert found["LBNHC"] == found["BLNHC"]
+    heads = {spec.num_heads for spec in made(MODELS[name])}
+    assert (found["LBHNC"] == found["LBNHC"]) == (heads == {1}), "the order of heads and tokens does change them"
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if "padded" not in name and "aligned" not in name])
@@ -236,11 +237,11 @@ def test_with_blocks_outermost_a_block_is_one_piece_of_memory(
         pieces[layout] = [len(page_table(group).runs) for group in groups]
         caplog.clear()
         with caplog.at_level("INFO", logger="kvoffload"):
-            log_layout(layout, groups)
+            vllm_pages.log_layout(layout, groups)
         assert f"KV cache layout {layout}" in caplog.text
         assert ("is one piece of memory" in caplog.text) == (set(pieces[layout]) == {1})
     # vLLM sorts the layers of a group by their specs, and kvoffload keeps their order.
-    is_sorted = len({spec.page_size_bytes for spec in MODELS[name]}) == 1
+    is_sorted = len({spec.page_size_bytes for spec in made(MODELS[name])}) == 1
     assert (set(pieces["BLHNC"]) == {1}) == is_sorted
     assert max(pieces["LBHNC"]) > 1
 
@@ -254,10 +255,11 @@ def test_blocks_that_attention_splits_are_whole_pages(vllm_config: Any) -> None:
 
 def test_padding_takes_no_host_memory(vllm_config: Any) -> None:
     specs = MODELS["padded pages"]
-    assert specs[0].page_size_bytes > specs[0].unpadded_page_size_bytes
+    spec = specs[0]()
+    assert spec.page_size_bytes > spec.unpadded_page_size_bytes
     for layout in SERVED_LAYOUTS:
         (group,) = Caches(vllm_config, specs, layout).layout.groups
-        assert group.device_block_bytes == 3 * specs[0].unpadded_page_size_bytes
+        assert group.device_block_bytes == 3 * spec.unpadded_page_size_bytes
 
 
 @pytest.mark.parametrize("layout", ["LHBNC", "BHLNC"])
@@ -270,18 +272,17 @@ def test_a_page_that_is_not_what_the_spec_says_is_refused(vllm_config: Any) -> N
     caches = Caches(vllm_config, MODELS["full attention"], "BLHNC")
     caches.tensors["layer1"] = caches.tensors["layer1"][:, :, : TOKENS // 2]
     with pytest.raises(ConfigError, match="layer layer1"):
-        page_groups(caches.layout, caches.tensors)
+        vllm_pages.page_groups(caches.layout, caches.tensors)
 
 
 def test_a_ring_that_is_not_reused_is_refused_by_name(vllm_config: Any) -> None:
-    ring = CircularBufferSpec(block_size=TOKENS, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
     with pytest.raises(ConfigError, match="KV cache of kind CircularBufferSpec"):
-        Caches(vllm_config, [ring] * 2, "BLHNC")
+        Caches(vllm_config, [ring()] * 2, "BLHNC")
 
 
 def fingerprint_of(vllm_config: Any, layout: str) -> dict[str, Any]:
     caches = Caches(vllm_config, MODELS["full attention"], layout)
-    return fingerprint_parts(vllm_config, caches.layout, [])
+    return dict(lazily("kvoffload.vllm.fingerprint").fingerprint_parts(vllm_config, caches.layout, []))
 
 
 @pytest.mark.parametrize(("one", "other"), [("LBHNC", "BLHNC"), ("LBNHC", "BLNHC")])
@@ -301,52 +302,54 @@ def test_the_variable_that_sets_the_layout_does_not(vllm_config: Any, monkeypatc
     assert fingerprint_of(vllm_config, "BLHNC") == before
 
 
-class Layer(AttentionLayerBase):  # type: ignore[misc]
-    """A layer of a model on CUDA: only its spec and its attention backend."""
+@cache
+def layer_class() -> Any:
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
-    def __init__(self, spec: Any, backend: Any) -> None:
-        self._spec, self._backend = spec, backend
+    class Layer(AttentionLayerBase):  # type: ignore[misc]
+        """A layer of a model on CUDA: only its spec and its attention backend."""
 
-    def get_attn_backend(self) -> Any:
-        return self._backend
+        def __init__(self, spec: Any, backend: Any) -> None:
+            self._spec, self._backend = spec, backend
 
-    def get_kv_cache_spec(self, vllm_config: Any) -> Any:
-        return self._spec
+        def get_attn_backend(self) -> Any:
+            return self._backend
 
+        def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+            return self._spec
 
-class LayersOnly(TritonAttentionBackend):  # type: ignore[misc]
-    """A backend that needs layers outermost."""
-
-    @classmethod
-    def supported_kv_cache_layouts(cls) -> Any:
-        return (KVCacheLayout.LBHNC, KVCacheLayout.LBNHC)
+    return Layer
 
 
-class SmallBlocks(TritonAttentionBackend):  # type: ignore[misc]
-    """A backend that computes with 16 tokens at a time."""
+@cache
+def backend(kind: str) -> Any:
+    """Returns an attention backend: one that is served ("triton"), one that needs layers outermost ("layers only"), one
+    that computes with 16 tokens at a time ("small blocks"), and one that is not known."""
+    from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
+    from vllm.v1.kv_cache_layout import KVCacheLayout
 
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> Any:
-        return [16]
+    changes: dict[str, dict[str, Any]] = {
+        "triton": {},
+        "layers only": {
+            "supported_kv_cache_layouts": classmethod(lambda cls: (KVCacheLayout.LBHNC, KVCacheLayout.LBNHC))
+        },
+        "small blocks": {"get_supported_kernel_block_sizes": staticmethod(lambda kv_cache_spec=None: [16])},
+        "unknown": {"get_name": staticmethod(lambda: "FLASHMLA_SPARSE")},
+    }
+    return type(kind, (TritonAttentionBackend,), changes[kind])
 
 
-class Unknown(TritonAttentionBackend):  # type: ignore[misc]
-    @staticmethod
-    def get_name() -> str:
-        return "FLASHMLA_SPARSE"
-
-
-REQUESTS: dict[str, tuple[str, list[tuple[Any, Any]], str]] = {
-    "one backend": ("auto", [(full(), TritonAttentionBackend)] * 2, ""),
-    "windows": ("auto", [(full(), TritonAttentionBackend), (window(), TritonAttentionBackend)], ""),
-    "FP8": ("fp8_e4m3", [(full(dtype=torch.uint8), TritonAttentionBackend)] * 2, ""),
-    "scales between values": ("int8_per_token_head", [(full(), TritonAttentionBackend)], "#49226"),
+REQUESTS: dict[str, tuple[str, list[tuple[Make, str]], str]] = {
+    "one backend": ("auto", [(full(), "triton")] * 2, ""),
+    "windows": ("auto", [(full(), "triton"), (window(), "triton")], ""),
+    "FP8": ("fp8_e4m3", [(full(dtype="uint8"), "triton")] * 2, ""),
+    "scales between values": ("int8_per_token_head", [(full(), "triton")], "#49226"),
     "workers elsewhere": ("auto", [], "VLLM_KV_CACHE_LAYOUT=BLHNC"),
-    "two backends": ("auto", [(full(), TritonAttentionBackend), (full(), LayersOnly)], "several attention backends"),
-    "a backend without it": ("auto", [(full(), LayersOnly)], "does not support it"),
-    "a backend that is not known": ("auto", [(full(), Unknown)], "FLASHMLA_SPARSE is not known"),
-    "split blocks": ("auto", [(full(), SmallBlocks)], "a part of a block of 32 tokens"),
-    "pages of two sizes": ("auto", [(full(head_size=s), TritonAttentionBackend) for s in (32, 64)], "differ in size"),
+    "two backends": ("auto", [(full(), "triton"), (full(), "layers only")], "several attention backends"),
+    "a backend without it": ("auto", [(full(), "layers only")], "does not support it"),
+    "a backend that is not known": ("auto", [(full(), "unknown")], "FLASHMLA_SPARSE is not known"),
+    "split blocks": ("auto", [(full(), "small blocks")], "a part of a block of 32 tokens"),
+    "pages of two sizes": ("auto", [(full(head_size=s), "triton") for s in (32, 64)], "differ in size"),
 }
 
 
@@ -357,13 +360,14 @@ def test_the_layout_is_asked_for_where_nothing_speaks_against_it(
     cache_dtype, layers, reason = REQUESTS[case]
     # vLLM does not make such a configuration without a GPU.
     monkeypatch.setattr(vllm_config.cache_config, "cache_dtype", cache_dtype)
-    context = {f"layer{i}": Layer(*layer) for i, layer in enumerate(layers)}
+    context = {f"layer{i}": layer_class()(make(), backend(kind)) for i, (make, kind) in enumerate(layers)}
     monkeypatch.setattr(vllm_config.compilation_config, "static_forward_context", context)
-    assert required_layout(vllm_config) == LAYERS_FIRST, "on a CPU"
+    assert nesting.required_layout(vllm_config) == nesting.LAYERS_FIRST, "on a CPU"
     assert not caplog.text
     monkeypatch.setattr(vllm_config.device_config, "device_type", "cuda")
     with caplog.at_level("INFO", logger="kvoffload"):
-        assert required_layout(vllm_config) == (LAYERS_FIRST if reason else BLOCKS_FIRST)
+        wanted = nesting.LAYERS_FIRST if reason else nesting.BLOCKS_FIRST
+        assert nesting.required_layout(vllm_config) == wanted
     assert reason in caplog.text
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
@@ -372,26 +376,17 @@ def test_backends_that_read_by_stride_exist() -> None:
     """A name that vLLM changes must be changed here too, or the layout is never asked for."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    assert READ_BY_STRIDE - {"FLASH_ATTN_DIFFKV", "TRITON_ATTN_DIFFKV"} <= set(AttentionBackendEnum.__members__)
-
-
-def test_outputs_are_identical_with_blocks_in_one_piece(run: Runner, gemma3_expected: list[Any]) -> None:
-    result = run(
-        "rounds", rounds=3, slow=1, **with_gemma3(connector=POOL), connector_class="BlocksFirstKVOffloadConnector"
-    )
-    assert "Using BLHNC KV cache layout" in result.log
-    assert "KV cache layout BLHNC: a device block is one piece of memory" in result.log
-    for got in result["outputs"]:
-        assert differences(got, gemma3_expected) == []
-    assert_at_rest(result.result)
-    assert min(result["loaded_blocks"]) > 0, "hits in both groups"
+    assert nesting.READ_BY_STRIDE - {"FLASH_ATTN_DIFFKV", "TRITON_ATTN_DIFFKV"} <= set(AttentionBackendEnum.__members__)
 
 
 class DeviceView:
     """Pages on a CUDA device whose driver cannot be used."""
 
-    device = torch.device("cuda", 99)
     shape = (4, 64)
+
+    @property
+    def device(self) -> Any:
+        return torch.device("cuda", 99)
 
     def __len__(self) -> int:
         return 4
@@ -399,18 +394,21 @@ class DeviceView:
 
 def test_a_cuda_device_without_native_code_is_refused(vllm_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     caches = Caches(vllm_config, MODELS["full attention"], "BLHNC")
-    monkeypatch.setattr(vllm_pages, "page_view", lambda *arguments: DeviceView())
-    page_groups(caches.layout, caches.tensors)
+    monkeypatch.setattr("kvoffload.vllm.pages.page_view", lambda *arguments: DeviceView())
+    vllm_pages.page_groups(caches.layout, caches.tensors)
     monkeypatch.setattr(native_loop, "load", lambda name: None)
     with pytest.raises(ConfigError, match=r"native code only.*reinstall kvoffload.*KVOFFLOAD_NATIVE"):
-        page_groups(caches.layout, caches.tensors)
+        vllm_pages.page_groups(caches.layout, caches.tensors)
 
 
 def test_a_device_without_a_usable_driver_does_not_keep_the_engine_from_starting(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     pool = HostPool(4, 4096)
-    transfer = make_transfer([PageGroup([DeviceView()])], RankPool(pool.handle(), pool.data, pool, stores=True))
+    transfer = vllm_pages.make_transfer(
+        [PageGroup([DeviceView()])],
+        lazily("kvoffload.vllm.replicas").RankPool(pool.handle(), pool.data, pool, stores=True),
+    )
     assert isinstance(transfer, FailedTransfer)
     assert "the engine starts without it" in caplog.text
     pool.close()

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-# Not "vllm": a directory of that name on sys.path could be imported instead.
-pytest.importorskip("vllm.version")
 from benchmarks.peers.__main__ import main
 
 pytestmark = pytest.mark.vllm

@@ -13,8 +13,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("vllm.version")
 from vllm_harness import ENVIRONMENT
 
 from demo.model import write_model, write_tokenizer
@@ -132,6 +130,7 @@ def shell(checkout: Path, environment: dict[str, str]) -> Iterator[subprocess.Po
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+@pytest.mark.soak
 def test_the_first_five_minutes(shell: subprocess.Popen[str], model: Path) -> None:
     tried = steps((ROOT / "README.md").read_text(), "See it work in five minutes")
     assert [command for command, _ in tried if command == FROM_CHECKOUT]

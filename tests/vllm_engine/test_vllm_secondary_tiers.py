@@ -6,31 +6,23 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-# Not "vllm": a directory of that name on sys.path could be imported instead.
-pytest.importorskip("vllm.version")
-
 from test_vllm_versions import OVERLAYS
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
-from vllm.v1.kv_offload.base import LookupResult, ScheduleEndContext
-from vllm.v1.kv_offload.tiering.fs import manager as fs
 from vllm_harness import DEADLINE_S
 
 from kvoffload.tiering import bridge_thread
 from kvoffload.tiers.disk import directory
 from kvoffload.tiers.disk import tier as disk
-from kvoffload.vllm import secondary_tier
 from tests.suites import secondary_tier_conformance
 from tests.suites.secondary_tier_conformance import SecondaryTierConformance, chain
+
+pytestmark = pytest.mark.vllm
 
 BUDGET = 8 << 20
 
@@ -72,12 +64,14 @@ class TestFs(SecondaryTierConformance):
             request.applymarker(pytest.mark.xfail(strict=True, raises=raises, reason="docs/peers.md"))
 
     def hold(self, tier: Any) -> AbstractContextManager[None]:
-        return standing_still(fs, "batch_load_block", "batch_store_block", "batch_lookup_C")
+        return standing_still(
+            "vllm.v1.kv_offload.tiering.fs.manager", "batch_load_block", "batch_store_block", "batch_lookup_C"
+        )
 
 
 @contextmanager
-def standing_still(owner: Any, *names: str) -> Iterator[None]:
-    """Makes the functions ``names`` of ``owner`` wait, and fail in the end."""
+def standing_still(owner: str, *names: str) -> Iterator[None]:
+    """Makes the functions ``names`` of a module or class wait, and fail in the end."""
     released = threading.Event()
 
     def stand_still(*arguments: Any) -> None:
@@ -86,101 +80,39 @@ def standing_still(owner: Any, *names: str) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         for name in names:
-            patch.setattr(owner, name, stand_still)
+            patch.setattr(f"{owner}.{name}", stand_still)
         try:
             yield
         finally:
             released.set()
 
 
-# What the suite finds.
-
-
-class ReportsTwice(fs.FileSystemTierManager):
-    def get_finished_jobs(self) -> list[Any]:
-        return 2 * list(super().get_finished_jobs())
-
-
-class ReportsMissingAsLoaded(fs.FileSystemTierManager):
-    def get_finished_jobs(self) -> list[Any]:
-        return [replace(result, success=True) for result in super().get_finished_jobs()]
-
-
-class WritesOtherRows(fs.FileSystemTierManager):
-    def submit_load(self, job_metadata: Any) -> None:
-        super().submit_load(job_metadata)
-        self._primary_kv_view.cast("B")[127 * self._block_size] = 1
-
-
-class DoesNotDrain(fs.FileSystemTierManager):
-    def drain_jobs(self) -> None:
-        pass
-
-    def submit_load(self, job_metadata: Any) -> None:
-        time.sleep(0.02)
-        threading.Timer(0.05, super().submit_load, [job_metadata]).start()
-
-
-class KeepsAView(fs.FileSystemTierManager):
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._rows = self._primary_kv_view.cast("B")
-
-
-class KeepsAThread(fs.FileSystemTierManager):
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        threading.Thread(target=time.sleep, args=(3,), daemon=True).start()
-
-
-class Blocks(fs.FileSystemTierManager):
-    def lookup(self, key: Any, req_context: Any) -> Any:
-        time.sleep(0.006)
-        return super().lookup(key, req_context)
-
-
-class IsNeverIdle(fs.FileSystemTierManager):
-    def has_pending_work(self) -> bool:
-        return True
-
-
-class NeverAnswers(fs.FileSystemTierManager):
-    def lookup(self, key: Any, req_context: Any) -> Any:
-        return LookupResult.RETRY
-
-
-class CountsWhatItNeverDeclared(fs.FileSystemTierManager):
-    def get_stats(self) -> Any:
-        stats = OffloadingConnectorStats()
-        stats.increase_counter("undeclared", 1)
-        return stats
-
-
 @pytest.mark.parametrize(
     ("faulty", "found_by"),
     [
-        (ReportsTwice, "test_every_job_is_reported_once"),
-        (ReportsMissingAsLoaded, "test_what_is_not_there_is_not_reported_as_loaded"),
-        (WritesOtherRows, "test_a_load_gives_what_was_stored_and_changes_nothing_else"),
-        (DoesNotDrain, "test_after_drain_no_row_is_touched_and_every_job_is_reported"),
-        (KeepsAView, "test_shutdown_releases_the_rows_threads_and_files"),
-        (KeepsAThread, "test_shutdown_releases_the_rows_threads_and_files"),
-        (Blocks, "test_calls_of_the_scheduler_do_not_block"),
-        (IsNeverIdle, "test_a_new_tier_is_empty_and_idle"),
-        (NeverAnswers, "test_a_new_tier_is_empty_and_idle"),
-        (CountsWhatItNeverDeclared, "test_metrics_were_declared"),
+        ("ReportsTwice", "test_every_job_is_reported_once"),
+        ("ReportsNothing", "test_every_job_is_reported_once"),
+        ("ReportsMissingAsLoaded", "test_what_is_not_there_is_not_reported_as_loaded"),
+        ("NamesOtherKeys", "test_what_is_not_there_is_not_reported_as_loaded"),
+        ("WritesOtherRows", "test_a_load_gives_what_was_stored_and_changes_nothing_else"),
+        ("DoesNotDrain", "test_after_drain_no_row_is_touched_and_every_job_is_reported"),
+        ("KeepsAView", "test_shutdown_releases_the_rows_threads_and_files"),
+        ("KeepsAThread", "test_shutdown_releases_the_rows_threads_and_files"),
+        ("KeepsAFile", "test_shutdown_releases_the_rows_threads_and_files"),
+        ("Blocks", "test_calls_of_the_scheduler_do_not_block"),
+        ("IsNeverIdle", "test_a_new_tier_is_empty_and_idle"),
+        ("NeverAnswers", "test_a_new_tier_is_empty_and_idle"),
+        ("CountsWhatItNeverDeclared", "test_metrics_were_declared"),
     ],
 )
-def test_the_suite_finds_faults(
-    faulty: type[Any], found_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_suite_finds_faults(faulty: str, found_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(secondary_tier_conformance, "DEADLINE_S", 0.5)
 
     class Suite(TestFs):
         bounded_s = 0.5
 
         def entry(self, folder: Path) -> dict[str, Any]:
-            return super().entry(folder) | {"type": faulty.__name__, "module_path": __name__}
+            return super().entry(folder) | {"type": faulty, "module_path": "faulty_fs_tiers"}
 
     suite = Suite()
     suite.folder, suite.opened = tmp_path, []
@@ -212,7 +144,7 @@ class TestDisk(SecondaryTierConformance):
             path.unlink()
 
     def hold(self, tier: Any) -> AbstractContextManager[None]:
-        return standing_still(directory._DirectoryFile, "read", "write")
+        return standing_still(f"{directory.__name__}._DirectoryFile", "read", "write")
 
     def test_a_tier_that_is_off_answers_and_says_so(self) -> None:
         keys = chain(8)
@@ -259,7 +191,7 @@ class TestDisk(SecondaryTierConformance):
         asked: list[str] = []
         for name in ("take_counts", "take_events", "finished", "lookup", "explain"):
             monkeypatch.setattr(steps.tier.bridge, name, lambda *arguments, name=name: asked.append(name))
-        monkeypatch.setattr(secondary_tier, "time", SimpleNamespace(monotonic=lambda: 0.0))
+        monkeypatch.setattr("kvoffload.vllm.secondary_tier.time", SimpleNamespace(monotonic=lambda: 0.0))
         for _ in range(3):
             steps.step()
             assert list(steps.tier.take_events()) == []
@@ -273,7 +205,7 @@ class TestDisk(SecondaryTierConformance):
         context = steps.request(keys)
         assert not any(steps.answers(context, keys))
         steps.tier.get_stats()
-        steps.tier.on_schedule_end(ScheduleEndContext((context.req_id,), ()))
+        steps.tier.on_schedule_end(secondary_tier_conformance.base.ScheduleEndContext((context.req_id,), ()))
         counts = steps.tier.get_stats().data["data"]
         assert counts["kvoffload:misses"] == {("never_stored",): 1}
         steps.end(context)

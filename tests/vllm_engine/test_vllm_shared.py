@@ -1,39 +1,35 @@
-"""Two servers in two processes on one store: the second answers from what the first has computed."""
+"""Two servers in two processes on one store, in ``make soak``: the second answers from what the first has computed.
+``make test`` has two engines on one shared directory in test_vllm_serve.py."""
 
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
-
-# Not "vllm": a directory of that name on sys.path could be imported instead.
-pytest.importorskip("vllm.version")
-from test_vllm_disk import num_records
-from test_vllm_ranks import PARALLEL, TWO_RANKS
-from vllm_harness import DEADLINE_S, DEMO_MODEL, POOL, Run, Runner, assert_at_rest, differences, eventually, set_up_demo
+from vllm_harness import (
+    DEADLINE_S,
+    DEMO_MODEL,
+    Runner,
+    set_up_demo,
+)
 
 from demo import forks
 from demo.act import Progress
-from demo.process import kill_session
 from demo.protocol import EngineInfo, RequestResult
 from demo.run import Sizes, load, make_config, model_directory
 from demo.shared_report import SharedReport, StoreResult, hit_tokens
 from demo.shared_run import SharedDemo, make_plan, options
 from demo.stores import STORES, MooncakeStore
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.soak]
 
 PATIENT = {"load_deadline_ms": 1000 * DEADLINE_S, "lookup_deadline_ms": 1000 * DEADLINE_S, "load_only_if_faster": False}
 """Options with which requests wait for blocks, however slow this machine is."""
 ATTEMPTS = 3
-ALWAYS = ("redis",)
-"""The stores that are tested not only by ``make soak``. Each has tests without vLLM, too."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +79,7 @@ def started(run: Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         yield Started(demo, *demo.baseline())
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.soak) for name in STORES]
-)
+@pytest.mark.parametrize("name", STORES)
 def test_the_second_server_answers_from_what_the_first_has_computed(
     started: Started, name: str, tmp_path: Path
 ) -> None:
@@ -106,65 +100,3 @@ def test_the_second_server_answers_from_what_the_first_has_computed(
     assert len(report.compare(result.control).different) > len(documents) // 2
     assert hit_tokens(result.corrupted) == 0
     assert report.to_dict()["stores"][name]["control_detected"] is True
-
-
-# Servers with other KV.
-
-UNUSABLE = "cannot be used here"
-
-OTHERS: dict[str, dict[str, Any]] = {
-    "dtype is float32 there, bfloat16 here": {"engine": {"dtype": "bfloat16"}},
-    "tensor parallel size is 1 there, 2 here": {"engine": PARALLEL["tensor"], "environment": TWO_RANKS},
-}
-"""Other servers, by what the log says about the difference."""
-
-
-def shared(directory: Path) -> dict[str, Any]:
-    return POOL | PATIENT | {"tiers": [{"kind": "shared_dir", "dir": str(directory), "bytes": 64 << 20}]}
-
-
-@pytest.fixture(scope="module")
-def serving(run: Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A directory that a server is using, which has stored blocks. It is stopped, so that it takes no CPU time."""
-    directory = tmp_path_factory.mktemp("others") / "shared"
-    server, result = run.start("endless", multiprocessing=True, connector=shared(directory))
-    try:
-
-        def has_stored() -> bool:
-            return num_records(directory) > 20 and bool(list(directory.rglob("identity")))
-
-        assert eventually(lambda: has_stored() or server.poll() is not None, DEADLINE_S)
-        os.killpg(server.pid, signal.SIGSTOP)
-        assert server.poll() is None, result.with_suffix(".log").read_text()[-6000:]
-        yield directory
-    finally:
-        kill_session(server)
-
-
-def found(result: Run) -> int:
-    return sum(record["disk_tokens"] for record in result["records"])
-
-
-def test_the_same_settings_share(run: Runner, expected: list[Any], serving: Path) -> None:
-    """A server that has just started may compute before it has read what others have: then another one is asked."""
-    for _ in range(ATTEMPTS):
-        result = run("rounds", rounds=1, connector=shared(serving))
-        for answers in result["outputs"]:
-            assert differences(answers, expected) == []
-        assert_at_rest(result.result)
-        assert UNUSABLE not in result.log
-        if found(result):
-            break
-    assert found(result) > 0
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("difference", OTHERS)
-def test_another_dtype_or_number_of_ranks_never_shares(run: Runner, serving: Path, difference: str) -> None:
-    """The log says at start whose blocks cannot be used and why."""
-    result = run("rounds", rounds=1, connector=shared(serving), **OTHERS[difference])
-    assert_at_rest(result.result)
-    assert found(result) == 0
-    said = [line for line in result.log.splitlines() if UNUSABLE in line and "shared directory: writer-0: " in line]
-    assert said
-    assert all(difference in line for line in said)

@@ -9,37 +9,32 @@ from typing import Any
 
 import pytest
 
-# Not "vllm": a directory of that name on sys.path could be imported instead.
-pytest.importorskip("vllm.version")
-from vllm.config import CacheConfig, KVTransferConfig, VllmConfig
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.worker import gpu_model_runner
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from tests.lazy import lazily
 
-from kvoffload.vllm import plugin, versions
-from kvoffload.vllm.connector import scheduled_step
+config, gpu_model_runner = lazily("vllm.config"), lazily("vllm.v1.worker.gpu_model_runner")
+plugin, versions = lazily("kvoffload.vllm.plugin"), lazily("kvoffload.vllm.versions")
 
 pytestmark = pytest.mark.vllm
 
 
 @pytest.mark.parametrize("fences_first", [True, False])
 def test_blocks_that_a_step_prepares_are_named(fences_first: bool) -> None:
-    output = SchedulerOutput.make_empty()
+    output = lazily("vllm.v1.core.sched.output").SchedulerOutput.make_empty()
     output.new_block_ids_to_zero = [3, 4]
     copy: Any = SimpleNamespace(src_block_id=1, dst_block_id=7)
     output.kv_cache_block_copies = [copy]
-    step = scheduled_step(output, False, fences_first)
+    step = lazily("kvoffload.vllm.connector").scheduled_step(output, False, fences_first)
     assert set(step.written) == ({3, 4, 7} if fences_first else set())
     assert set(step.overwritten) == (set() if fences_first else {3, 4, 7})
 
 
 @pytest.mark.parametrize(
-    ("config", "fences_first"),
+    ("fields", "fences_first"),
     [({"use_v2_model_runner": False}, True), ({"use_v2_model_runner": True}, False), ({}, False)],
     ids=["older", "newer", "not known"],
 )
-def test_fences_come_first_with_the_older_model_runner_only(config: dict[str, bool], fences_first: bool) -> None:
-    vllm_config: Any = SimpleNamespace(**config)
+def test_fences_come_first_with_the_older_model_runner_only(fields: dict[str, bool], fences_first: bool) -> None:
+    vllm_config: Any = SimpleNamespace(**fields)
     assert versions.fences_first(vllm_config) is fences_first
 
 
@@ -47,8 +42,9 @@ class Reached(Exception):
     """The model runner prepares blocks now."""
 
 
-@pytest.mark.skipif(not hasattr(VllmConfig, "use_v2_model_runner"), reason="this vLLM does not say which runner it has")
 def test_the_older_model_runner_calls_the_connector_before_it_prepares_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not hasattr(config.VllmConfig, "use_v2_model_runner"):
+        pytest.skip("this vLLM does not say which runner it has")
     called: list[str] = []
 
     def note(name: str, then: type[Exception] | None = None) -> Callable[..., None]:
@@ -59,9 +55,9 @@ def test_the_older_model_runner_calls_the_connector_before_it_prepares_blocks(mo
 
         return call
 
-    monkeypatch.setattr(gpu_model_runner, "has_kv_transfer_group", lambda: True)
+    monkeypatch.setattr("vllm.v1.worker.gpu_model_runner.has_kv_transfer_group", lambda: True)
     group = SimpleNamespace(handle_preemptions=note("fences"))
-    monkeypatch.setattr(gpu_model_runner, "get_kv_transfer_group", lambda: group)
+    monkeypatch.setattr("vllm.v1.worker.gpu_model_runner.get_kv_transfer_group", lambda: group)
     runner: Any = SimpleNamespace(
         execute_model_state=None,
         speculative_config=None,
@@ -70,22 +66,23 @@ def test_the_older_model_runner_calls_the_connector_before_it_prepares_blocks(mo
     )
     output: Any = SimpleNamespace(kv_connector_metadata=object(), total_num_scheduled_tokens=1)
     with pytest.raises(Reached):
-        GPUModelRunner.execute_model(runner, output)
+        gpu_model_runner.GPUModelRunner.execute_model(runner, output)
     assert called == ["fences", "blocks"]
 
 
+NAME = "KVOffloadConnector"
 BESIDE_OTHERS = {
     "kv_connector": "MultiConnector",
-    "kv_connector_extra_config": {"connectors": [{"kv_connector": plugin.NAME}]},
+    "kv_connector_extra_config": {"connectors": [{"kv_connector": NAME}]},
 }
 
 
 @pytest.mark.parametrize(
     ("transfer", "size", "is_taken_away"),
     [
-        ({"kv_connector": plugin.NAME}, 1.5, True),
+        ({"kv_connector": NAME}, 1.5, True),
         (BESIDE_OTHERS, 1.5, True),
-        ({"kv_connector": plugin.NAME}, None, False),
+        ({"kv_connector": NAME}, None, False),
         ({"kv_connector": "OffloadingConnector"}, 1.5, False),
         (None, 1.5, False),
     ],
@@ -98,9 +95,9 @@ def test_the_log_says_if_a_flag_of_vllm_takes_the_connector_away(
     plugin.register()
     logged: list[str] = []
     monkeypatch.setattr(plugin.logger, "error", lambda text, *values: logged.append(text % values))
-    given = None if transfer is None else KVTransferConfig(kv_role="kv_both", **transfer)
-    config = VllmConfig(cache_config=CacheConfig(kv_offloading_size=size), kv_transfer_config=given)
-    used = config.kv_transfer_config
+    given = None if transfer is None else config.KVTransferConfig(kv_role="kv_both", **transfer)
+    cache = config.CacheConfig(kv_offloading_size=size)
+    used = config.VllmConfig(cache_config=cache, kv_transfer_config=given).kv_transfer_config
     assert used is not None
     assert (used.kv_connector == "OffloadingConnector") is (size is not None)
     assert len(logged) == is_taken_away

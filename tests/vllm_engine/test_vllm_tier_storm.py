@@ -5,25 +5,15 @@ more than its budget, every request and job ends, and nothing is left of the tie
 
 from __future__ import annotations
 
-import json
-import signal
-import threading
-from collections import Counter
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
+from vllm_harness import Run, Runner, with_gemma3, wrong_of_storm
 
-# Not "vllm": a directory of that name on sys.path could be imported instead.
-pytest.importorskip("vllm.version")
-from test_vllm_ranks import PARALLEL, TWO_RANKS
-from vllm_harness import TOLERANCE, Run, Runner, differences_beyond_ties, with_gemma3
-
-from demo.stores import RedisStore, ServerStore, send
 from tests.scale import scaled
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.soak]
 
 REQUESTS = scaled(60)
 ROUND = 500
@@ -34,8 +24,6 @@ HOST_BYTES = 1 << 20
 """32 chunks of the Llama: less than three prompts."""
 DISK_BYTES = 2 << 20
 """Less than the prompts have together, so that blocks are evicted."""
-LONGEST_STEP_S = 5.0
-"""Far less than a store that hangs would take, and far more than a step, even on a busy machine."""
 WINDOWS: dict[str, Any] = with_gemma3(prompts=PROMPTS, max_tokens=MAX_TOKENS)
 OURS: dict[str, Any] = {"type": "KVOffloadTier", "module_path": "kvoffload.vllm.secondary_tier"}
 
@@ -63,29 +51,11 @@ def storms(
     config = {"prompts": PROMPTS, "max_tokens": MAX_TOKENS, "resets": resets} | config
     results = []
     for seed, first in enumerate(range(0, requests, ROUND)):
-        settings: dict[str, Any] = {
-            "seed": seed,
-            "requests": min(ROUND, requests - first),
-            "folder": str(folder),
-        } | config
+        settings: dict[str, Any] = {"seed": seed, "requests": min(ROUND, requests - first), "folder": str(folder)}
+        settings |= {"patches": ["little staging"]} | config
         results.append(run("tier_storm", offloading=offloading(tier), **settings))
         check_ends(results[-1], settings["requests"])
-    print(json.dumps(summary(results)))
     return results
-
-
-def summary(results: list[Run]) -> dict[str, Any]:
-    """Returns what the storms came to, for the documentation."""
-    counts = sum((Counter(result["counts"]) for result in results), Counter[str]())
-    jobs = sum((Counter(result["jobs"]) for result in results), Counter[str]())
-    ours = sum((Counter(own(result)) for result in results), Counter[str]())
-    most = {
-        name: max(result[name] for result in results)
-        for name in ("most_taken", "drained_s", "longest_step_s", "close_s")
-    }
-    samples = sum(result["samples"] for result in results)
-    preemptions = sum(result["preemptions"] for result in results)
-    return {"counts": counts, "jobs": jobs, "own": ours, "samples": samples, "preemptions": preemptions} | most
 
 
 def own(result: Run) -> dict[str, float]:
@@ -99,26 +69,19 @@ def own(result: Run) -> dict[str, float]:
 
 
 def wrong(results: list[Run], expected: list[Any]) -> list[int]:
-    """Returns the prompts whose answers are not the beginning of the expected ones, up to ties."""
-    found = []
-    for index, (tokens, logprobs) in (answer for result in results for answer in result["answers"]):
-        right = [each[: len(tokens)] for each in expected[index]]
-        if differences_beyond_ties([[tokens, logprobs]], [right], TOLERANCE):
-            found.append(index)
-    return found
+    return [index for result in results for index in wrong_of_storm(result, expected)]
 
 
 @pytest.fixture(scope="session")
 def windows(run: Runner) -> list[Any]:
-    """The answers of the model with windows."""
-    return list(run.once("tier-storm-windows", "rounds", rounds=1, **WINDOWS)["outputs"][0])
+    """The right answers of the model with windows."""
+    return run.right("gemma3", PROMPTS, MAX_TOKENS)
 
 
 @pytest.fixture(scope="session")
 def answers(run: Runner) -> list[Any]:
-    """The answers of the Llama without offloading."""
-    settings = {"prompts": PROMPTS, "max_tokens": MAX_TOKENS, "rounds": 1}
-    return list(run.once("tier-storm", "rounds", **settings)["outputs"][0])
+    """The right answers of the Llama."""
+    return run.right("llama", PROMPTS, MAX_TOKENS)
 
 
 def check_ends(result: Run, requests: int) -> None:
@@ -130,7 +93,7 @@ def check_ends(result: Run, requests: int) -> None:
     assert result["host_free"] == result["host_chunks"]
     assert result["free_device_blocks"] == result["usable_device_blocks"]
     assert result["maps_left"] == []
-    assert [name for name in result["threads_left"] if "kvoffload" in name] == []
+    assert result["threads_left"] == []
     for trouble in ("BufferError", "Failed to close", "Failed to shut down", "ARE OFF", "IS OFF"):
         assert trouble not in result.log, result.log[-6000:]
     assert jobs["loads:done"] > 0
@@ -155,16 +118,17 @@ def check_disk(results: list[Run]) -> None:
         assert counts["tier_read_bytes"] == counts["promoted_blocks"] * result["chunk_bytes"] > 0
 
 
+@pytest.mark.timeout(7200)
 def test_a_storm(run: Runner, answers: list[Any], tmp_path: Path) -> None:
     results = storms(run, disk(tmp_path / "disk"), tmp_path / "disk", flips=0.01)
     check_disk(results)
     assert wrong(results, answers) == []
 
 
-@pytest.mark.soak
 @pytest.mark.timeout(7200)
 def test_a_storm_with_windows(run: Runner, windows: list[Any], tmp_path: Path) -> None:
-    """Caches of the connector are not reset: vLLM then stores wrong bytes, see below."""
+    """Caches of the connector are not reset: vLLM then stores the chunks of running requests anew, from device blocks
+    that windows have left and other requests have by now."""
     config = WINDOWS | {"flips": 0.01, "kinds": ["reset_device"]}
     results = storms(run, disk(tmp_path / "disk"), tmp_path / "disk", **config)
     check_disk(results)
@@ -172,84 +136,14 @@ def test_a_storm_with_windows(run: Runner, windows: list[Any], tmp_path: Path) -
     assert sum(result["preemptions"] for result in results) > 0
 
 
-@pytest.mark.soak
-@pytest.mark.timeout(7200)
-def test_a_storm_on_two_ranks(run: Runner, answers: list[Any], tmp_path: Path) -> None:
-    config: dict[str, Any] = {"environment": TWO_RANKS, "engine": PARALLEL["tensor"], "flips": 0.01}
-    results = storms(run, disk(tmp_path / "disk"), tmp_path / "disk", REQUESTS // 5, **config)
-    check_disk(results)
-    assert wrong(results, answers) == []
-
-
-class Trouble(threading.Thread):
-    """Stops and continues a store's server, or kills it and starts it again, by turns until it is closed."""
-
-    def __init__(self, store: ServerStore) -> None:
-        super().__init__(name="trouble")
-        self._store = store
-        self._ended = threading.Event()
-        self.count = 0
-        self.start()
-
-    def run(self) -> None:
-        random = Random(1)
-        while not self._ended.wait(random.uniform(0.5, 2.0)):
-            self.count += 1
-            if self.count % 2:
-                send(self._store.pids(), signal.SIGSTOP)
-                self._ended.wait(random.uniform(0.1, 3.0))
-                send(self._store.pids(), signal.SIGCONT)
-            else:
-                self._store.kill()
-                self._ended.wait(random.uniform(0.1, 2.0))
-                self._store.start()
-
-    def close(self) -> None:
-        self._ended.set()
-        self.join()
-
-
-@pytest.mark.soak
-@pytest.mark.skipif(RedisStore.program() is None, reason="there is no redis-server")
-@pytest.mark.timeout(7200)
-def test_a_storm_while_the_store_fails(run: Runner, answers: list[Any], tmp_path: Path) -> None:
-    """No step waits for a store that hangs. A reset switches a tier that others share off: there is none here."""
-    with RedisStore(tmp_path) as store:
-        trouble = Trouble(store)
-        try:
-            results = storms(run, OURS | {"tier": store.entry()}, tmp_path / "unused", resets=0.0)
-        finally:
-            trouble.close()
-    assert wrong(results, answers) == []
-    assert trouble.count > 0
-    assert max(result["longest_step_s"] for result in results) < LONGEST_STEP_S
-
-
 def test_a_tier_that_does_not_verify_is_noticed(run: Runner, answers: list[Any], tmp_path: Path) -> None:
     """The control: the same storm with the comparison of checksums taken out."""
-    config: dict[str, Any] = {"flips": 0.2, "resets": 0.001, "unverified": True}
+    config: dict[str, Any] = {"flips": 0.2, "resets": 0.001, "patches": ["little staging", "unverified"]}
     assert wrong(storms(run, disk(tmp_path / "disk"), tmp_path / "disk", **config), answers)
 
 
-@pytest.mark.soak
 @pytest.mark.timeout(7200)
 def test_vllms_own_tier_does_not_verify(run: Runner, answers: list[Any], tmp_path: Path) -> None:
     """The control without any code of the tier: vLLM's fs tier."""
     tier = {"type": "fs", "root_dir": str(tmp_path / "fs")}
     assert wrong(storms(run, tier, tmp_path / "fs", flips=0.2), answers)
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(7200)
-def test_vllm_stores_wrong_bytes_after_a_reset_with_windows(run: Runner, windows: list[Any], tmp_path: Path) -> None:
-    """No code of the tier, and no byte changes: when the connector's cache is reset, vLLM stores the chunks of running
-    requests anew, from device blocks that windows have left and other requests have by now. If this test fails, vLLM
-    has been fixed, and the storm with windows can reset all caches."""
-    results = []
-    for seed in range(5):
-        folder = tmp_path / str(seed)
-        folder.mkdir()
-        tier = {"type": "fs", "root_dir": str(folder)}
-        settings = WINDOWS | {"seed": seed, "requests": 300, "resets": 0.02, "wipe": True}
-        results.append(run("tier_storm", offloading=offloading(tier), folder=str(folder), **settings))
-    assert wrong(results, windows)

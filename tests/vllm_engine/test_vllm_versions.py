@@ -4,32 +4,33 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-# Not "vllm": a directory of that name on sys.path could be imported instead.
-pytest.importorskip("vllm.version")
+from test_vllm_service import check_broken
 from vllm_harness import (
     DEADLINE_S,
     GEMMA3,
     POOL,
-    WHOLE_PROMPTS,
     Run,
     Runner,
     assert_at_rest,
-    assert_computed_whole,
+    assert_counted,
+    check,
     differences,
+    disk_tokens,
+    with_disk,
+    wrong_of_storm,
 )
 
 from kvoffload.supported import TESTED
-from kvoffload.vllm.hints import FIRST_TO_NAME_SESSIONS
 from tests.scale import SCALE
 
 pytestmark = pytest.mark.vllm
 
+FIRST_TO_NAME_SESSIONS = "0.32"
+"""See ``kvoffload.vllm.hints``."""
 OVERLAYS = {path.name: path for path in sorted((Path(sys.prefix) / "overlays").glob("*")) if path.name >= TESTED[0]}
 RUNNERS = {"0.33": ("0", "1")}
 """Versions of which both of vLLM's model runners are run: the second is the usual one on a GPU from 0.33 on. It runs in
@@ -71,72 +72,57 @@ def overlaid(case: tuple[str, str]) -> dict[str, Any]:
     return {"environment": environment | {"TRITON_INTERPRET": "1"}, **smaller}
 
 
-@pytest.fixture(scope="module")
-def run_version(run: Runner, overlaid: dict[str, Any]) -> Callable[..., Run]:
-    """Runs a scenario with that version."""
-
-    def run_it(scenario: str, **config: Any) -> Run:
-        return run(scenario, **overlaid | config)
-
-    return run_it
-
-
-@pytest.fixture
-def not_interpreted(case: tuple[str, str]) -> None:
-    """Leaves to ``make soak`` what takes minutes in Triton's interpreter."""
-    if case[1] != "0" and SCALE <= 1:
-        pytest.skip("make soak runs it: slow with this model runner of vLLM on a CPU")
+ACTS: dict[str, dict[str, Any]] = {
+    "computed": {},
+    "rounds": {"slow": 1},
+    "rounds, failing": {"failing": 0.7, "rounds": 1, "forget": True},
+    "rounds, corrupted": {"corrupt": "all", "rounds": 1, "forget": True},
+    "broken": {},
+}
 
 
 @pytest.fixture(scope="module")
-def answers(run_version: Callable[..., Run], version: str) -> list[Any]:
-    """The answers of that version without kvoffload."""
-    result = run_version("rounds", rounds=1)
-    assert result["vllm"].startswith(version)
-    assert result["preemptions"] > 0
-    return list(result["outputs"][0])
+def acts(run: Runner, overlaid: dict[str, Any]) -> dict[str, Run]:
+    return run.play(ACTS, **overlaid, connector=POOL, engine={"max_num_batched_tokens": 96})
 
 
 def test_outputs_are_identical(
-    run_version: Callable[..., Run], version: str, overlaid: dict[str, Any], answers: list[Any]
+    acts: dict[str, Run], version: str, overlaid: dict[str, Any], expected: list[Any]
 ) -> None:
-    result = run_version("rounds", rounds=2, connector=POOL, slow=1, engine={"max_num_batched_tokens": 96})
+    """Each of the versions in docs/support.md."""
+    right = [[part[: overlaid.get("max_tokens")] for part in answer] for answer in expected]
+    for name in ("computed", "rounds", "rounds, failing"):
+        check(acts[name], right)
+    result = acts["rounds"]
     assert result["vllm"].startswith(version)
-    for got in result["outputs"]:
-        assert differences(got, answers) == []
     assert result["preemptions"] > 0
-    assert result["metrics"]["host_hit_tokens"] > 0
-    assert_at_rest(result.result)
+    assert_counted(result, "host_hit_tokens")
+    assert acts["computed"]["metrics"].get("store_blocks", 0) == 0
+    assert "; exclusive contents" in result.log
     assert "kvoffload is tested with" not in result.log
     assert ("Using V2 Model Runner" in result.log) == (overlaid["environment"]["VLLM_USE_V2_MODEL_RUNNER"] == "1")
 
 
-@pytest.mark.usefixtures("not_interpreted")
-def test_corrupted_bytes_change_outputs(run_version: Callable[..., Run], answers: list[Any]) -> None:
-    result = run_version("rounds", connector=POOL, connector_class="CorruptedKVOffloadConnector")
-    assert len(differences(result["outputs"][1], answers)) == len(answers)
+def test_corrupted_bytes_change_outputs(acts: dict[str, Run]) -> None:
+    right = acts["computed"]["outputs"][0]
+    assert len(differences(acts["rounds, corrupted"]["outputs"][0], right)) == len(right)
+
+
+def test_a_check_that_fails_switches_offloading_off(acts: dict[str, Run]) -> None:
+    check_broken(acts["broken"], acts["computed"]["outputs"][0])
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("kind", WHOLE_PROMPTS)
-def test_answers_about_whole_prompts_use_no_offloaded_blocks(run_version: Callable[..., Run], kind: str) -> None:
-    right = run_version("whole_prompts", **WHOLE_PROMPTS[kind])["outputs"]
-    result = run_version("whole_prompts", connector=POOL, **WHOLE_PROMPTS[kind])
-    assert_computed_whole(result, right)
-
-
-@pytest.mark.usefixtures("not_interpreted")
 @pytest.mark.parametrize("unlimited", [False, True])
 @pytest.mark.parametrize("meanwhile", [None, "waiting", "preempted"])
 def test_tokens_that_a_session_drops_name_no_blocks(
-    run_version: Callable[..., Run], version: str, meanwhile: str | None, unlimited: bool, tmp_path: Path
+    run: Runner, overlaid: dict[str, Any], version: str, meanwhile: str | None, unlimited: bool, tmp_path: Path
 ) -> None:
     """Neither in the process of the sessions nor in the next one. The control: a version that keeps their block hashes
     gives wrong answers if sessions are offloaded."""
-    connector = POOL | {"disk_dir": str(tmp_path), "disk_bytes": "32MiB", "load_only_if_faster": False}
-    config = {"connector": connector | {"load_deadline_ms": 1000 * DEADLINE_S}, "unlimited": unlimited}
-    first = run_version("sessions", **config, blocks=[1, 2, 3], meanwhile=meanwhile)
-    second = run_version("sessions", **config, ask=first["prompts"])
+    config = {"connector": with_disk(tmp_path), "patches": ["offloads sessions"] if unlimited else []}
+    first = run("sessions", **overlaid | config, blocks=[1, 2, 3], meanwhile=meanwhile)
+    second = run("sessions", **overlaid | config, ask=first["prompts"])
     for result in (first, second):
         for name in ("plain", "again"):
             wrong = differences(result["answers"][name], result["answers"]["right"])
@@ -145,49 +131,42 @@ def test_tokens_that_a_session_drops_name_no_blocks(
         assert_at_rest(result.result)
 
 
-@pytest.mark.usefixtures("not_interpreted")
-def test_the_disk_tier(run_version: Callable[..., Run], answers: list[Any], tmp_path: Path) -> None:
+@pytest.mark.soak
+def test_the_disk_tier(run: Runner, overlaid: dict[str, Any], expected: list[Any], tmp_path: Path) -> None:
     """In the canonical layout, too."""
-    connector = POOL | {"disk_dir": str(tmp_path / "disk"), "disk_bytes": "32MiB", "load_only_if_faster": False}
-    connector["canonical_layout"] = True
-    connector["load_deadline_ms"] = 1000 * DEADLINE_S
-    for _ in range(2):
-        result = run_version("rounds", rounds=1, close=True, connector=connector)
-        assert differences(result["outputs"][0], answers) == []
-        assert_at_rest(result.result)
+    connector = with_disk(tmp_path / "disk") | {"canonical_layout": True}
+    for is_second in (False, True):
+        result = run("rounds", rounds=1, close=True, connector=connector, **overlaid)
+        check(result, expected)
         assert "canonical_layout has no effect" not in result.log
-    assert result["metrics"]["tier_hit_tokens:disk"] > 0
+        assert (disk_tokens(result) > 0) is is_second
 
 
 @pytest.mark.soak
-def test_a_storm(run_version: Callable[..., Run], answers: list[Any]) -> None:
+def test_a_storm(run: Runner, overlaid: dict[str, Any], expected: list[Any]) -> None:
     """Preemptions, aborts, resets and failing copies, all at once in a small pool. A quarter of the loads fail: both of
     their tries do."""
-    result = run_version("storm", seed=2, requests=100, connector={"host_bytes": "1MiB"}, slow=1, failing=0.5)
+    config = {"seed": 2, "requests": 100, "connector": {"host_bytes": "1MiB"}, "slow": 1, "failing": 0.5}
+    result = run("storm", **overlaid | config)
     assert result["left"] == 0
-    for index, (tokens, logprobs) in result["answers"]:
-        right = [part[: len(tokens)] for part in answers[index]]
-        assert differences([[tokens, logprobs]], [right]) == []
-    for name in ("host_hit_tokens", "load_failures", "store_failures", "evicted_blocks"):
-        assert result["metrics"][name] > 0, name
+    assert wrong_of_storm(result, expected) == []
+    assert_counted(result, "host_hit_tokens", "load_failures", "store_failures", "evicted_blocks")
     assert_at_rest(result.result)
 
 
 @pytest.mark.soak
-def test_several_groups(run_version: Callable[..., Run]) -> None:
-    (expected,) = run_version("rounds", rounds=1, **GEMMA3)["outputs"]
-    result = run_version("rounds", rounds=3, **GEMMA3, connector=POOL, slow=2, failing=0.5)
-    for got in result["outputs"]:
-        assert differences(got, expected) == []
-    assert result["metrics"]["load_failures"] > 0
-    assert_at_rest(result.result)
+def test_several_groups(run: Runner, overlaid: dict[str, Any], gemma3_expected: list[Any]) -> None:
+    result = run("rounds", **overlaid | GEMMA3 | {"rounds": 3, "connector": POOL, "slow": 2, "failing": 0.5})
+    check(result, gemma3_expected)
+    assert_counted(result, "load_failures")
 
 
 @pytest.mark.soak
-def test_kv_belongs_to_the_bytes_of_an_adapter(run_version: Callable[..., Run]) -> None:
+def test_kv_belongs_to_the_bytes_of_an_adapter(run: Runner, overlaid: dict[str, Any]) -> None:
     plays = [("first", "a", 1, 1, "load"), ("other", "a", 2, 2, ""), ("back", "a", 3, 1, "")]
     patient = POOL | {"load_deadline_ms": 1000 * DEADLINE_S}
-    result = run_version("adapters", connector=patient, plays=plays, prompts=2)
+    engine = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 2, "max_lora_rank": 8}
+    result = run("adapters", **overlaid | {"connector": patient, "plays": plays, "prompts": 2, "engine": engine})
     for name, *_ in plays:
         assert differences(result["answers"][name], result["answers"][f"right {name}"]) == [], name
         assert (result["counts"][name]["host_hit_tokens"] > 0) is (name == "back")

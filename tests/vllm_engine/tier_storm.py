@@ -108,28 +108,6 @@ class CountedTier:
         self.counts[f"{kind}:done"] += done
 
 
-def shrink_staging() -> None:
-    """Gives the memory between vLLM's and the tiers its least size. It would hold all blocks here, and none would be
-    read from disk again."""
-    from kvoffload.tiering.bridge import BridgeSettings
-    from kvoffload.vllm import secondary_tier
-
-    vars(secondary_tier)["BridgeSettings"] = functools.partial(BridgeSettings, staging_bytes=0)
-
-
-def accept_any_bytes() -> None:
-    """Plants a bug: blocks from disk are accepted whatever their checksums are."""
-    from kvoffload.tiers.disk import blockio
-
-    vars(blockio)["are_damaged"] = lambda header, keys, blocks, checksums: np.zeros(len(keys), bool)
-
-
-def wipe(folder: Path) -> None:
-    """Deletes the blocks of vLLM's fs tier."""
-    for path in folder.rglob("*.bin"):
-        path.unlink(missing_ok=True)
-
-
 def change_a_page(folder: Path, random: Random) -> bool:
     """Changes bytes of a random page of a random file. Returns whether there was one with a whole page."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size >= PAGE)
@@ -147,11 +125,11 @@ def change_a_page(folder: Path, random: Random) -> bool:
     return True
 
 
-def run_storm(engine: Any, config: dict[str, Any], threads_before: set[threading.Thread]) -> dict[str, Any]:
+def run_storm(engine: Any, config: dict[str, Any]) -> dict[str, Any]:
     """Runs ``requests`` random requests by ``seed``. Answers are [index of the prompt, answer].
 
     ``folder`` is the tier's, and ``flips`` the chance per step that bytes there change. ``resets`` is that of a reset,
-    of one of ``kinds``. With ``wipe`` the folder is emptied when the connector's cache is reset.
+    of one of ``kinds``.
     """
     random = Random(config["seed"])
     folder = Path(config["folder"])
@@ -185,8 +163,6 @@ def run_storm(engine: Any, config: dict[str, Any], threads_before: set[threading
             name = random.choice(config.get("kinds", list(resets)))
             counts[f"{name}:whole"] += bool(resets[name]())
             counts[name] += 1
-            if config.get("wipe") and name != "reset_device":
-                wipe(folder)
         if random.random() < config.get("flips", 0.0):
             counts["flips"] += change_a_page(folder, random)
         begun = time.monotonic()
@@ -225,7 +201,7 @@ def run_storm(engine: Any, config: dict[str, Any], threads_before: set[threading
     return result | {
         "most_taken": usage.most,
         "samples": usage.samples,
-        "threads_left": sorted(each.name for each in set(threading.enumerate()) - threads_before),
+        "threads_left": [each.name for each in threading.enumerate() if "kvoffload" in each.name],
         "maps_left": sorted({line.split()[-1] for line in maps.splitlines() if "vllm_offload" in line}),
     }
 

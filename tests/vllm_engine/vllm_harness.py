@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -18,7 +19,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
 import pytest
+from driver import MAX_TOKENS, PROMPTS
 
 from demo import model
 from demo.process import kill_session, start_program
@@ -40,6 +43,8 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 """Environment variables of every process that runs vLLM."""
+DISK_BYTES = 32 << 20
+FOUND = re.compile(r"found ([\d,]+) blocks of this model there")
 POOL = {"host_bytes": "64MiB"}
 """Options with room for all blocks of the driver's prompts."""
 
@@ -52,18 +57,22 @@ def cases(values: Mapping[str, Any], soak: Collection[str]) -> list[Any]:
     ]
 
 
+TWO_RANKS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+"""Environment variables of engines with two ranks. Other variables of vLLM count as other software."""
+PARALLEL: dict[str, dict[str, Any]] = {
+    "tensor": {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
+    "pipeline": {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"},
+}
+FEW = 6
+"""Number of prompts on two ranks, whose steps take three times as long as those of one."""
+
+
 GEMMA3: dict[str, Any] = {
     "model_kind": "gemma3",
     "max_tokens": 48,
     "engine": {"num_gpu_blocks_override": 24, "max_model_len": 448, "max_num_batched_tokens": 128},
 }
 """A model with two KV cache groups, and sizes at which its prompts preempt each other."""
-WHOLE_PROMPTS: dict[str, dict[str, Any]] = {
-    "prompt_logprobs": {"prompts": 4},
-    "token_embed": {"prompts": 4, "engine": {"runner": "pooling"}},
-}
-"""Runs of the scenario ``whole_prompts``."""
-
 LFM2: dict[str, Any] = {
     "model_kind": "lfm2",
     "engine": {"num_gpu_blocks_override": 40, "max_num_batched_tokens": 128},
@@ -93,6 +102,10 @@ def with_lfm2(**config: Any) -> dict[str, Any]:
 def with_gemma3(**config: Any) -> dict[str, Any]:
     """Returns ``config`` for the model of GEMMA3."""
     return {**GEMMA3, **config, "engine": {**GEMMA3["engine"], **config.get("engine", {})}}
+
+
+Acts = Mapping[str, Mapping[str, Any]]
+"""Scenarios of ``driver.py`` that one engine plays, each with the configuration that is its own."""
 
 
 @dataclass(frozen=True)
@@ -222,7 +235,7 @@ class Runner:
 
     def start(
         self,
-        scenario: str,
+        acts: str | Acts,
         *,
         multiprocessing: bool = False,
         environment: Mapping[str, str] | None = None,
@@ -230,12 +243,11 @@ class Runner:
     ) -> tuple[Child | subprocess.Popen[bytes], Path]:
         """Starts a child in a session of its own. Returns it and the path of its result; the log is beside that."""
         config["multiprocessing"] = multiprocessing
+        config["acts"] = {acts: {}} if isinstance(acts, str) else acts
         self._runs += 1
-        base = self._directory / f"{self._runs:02d}-{scenario}"
+        base = self._directory / f"{self._runs:02d}-{next(iter(config['acts']))}"
         paths = {name: base.with_suffix("." + name) for name in ("config", "json", "log")}
-        paths["config"].write_text(
-            json.dumps({"scenario": scenario, "model": str(self._directory / "model"), **config})
-        )
+        paths["config"].write_text(json.dumps({"model": str(self._directory / "model"), **config}))
         variables = {
             **os.environ,
             **ENVIRONMENT,
@@ -251,10 +263,19 @@ class Runner:
         # CUDA does not survive a fork.
         return start_program([sys.executable, *argv], log, environment)
 
-    def __call__(self, scenario: str, **config: Any) -> Run:
-        child, result = self.start(scenario, **config)
+    def play(self, acts: Acts, **config: Any) -> dict[str, Run]:
+        """Has one engine play ``acts`` one after the other: see ``driver.py``. Returns what came of each."""
+        child, result = self.start(acts, **config)
         log = finish(child, result.with_suffix(".log"))
-        return Run(json.loads(result.read_text()), log)
+        return {name: Run(each, log) for name, each in json.loads(result.read_text()).items() if name in acts}
+
+    def __call__(self, scenario: str, **config: Any) -> Run:
+        return self.play({scenario: {}}, **config)[scenario]
+
+    def right(self, kind: str, prompts: int = PROMPTS, max_tokens: int = MAX_TOKENS) -> list[Any]:
+        """Returns the right answers of a model, which no engine has computed."""
+        config = {"model_kind": kind, "prompts": prompts, "max_tokens": max_tokens}
+        return list(self.once(f"right {kind} {prompts} {max_tokens}", "reference", **config)["outputs"][0])
 
     def write_model(self, directory: Path, seed: int = 0) -> None:
         """Writes the model of ``driver.py``, without an engine."""
@@ -336,16 +357,59 @@ def differences_beyond_ties(got: list[Any], expected: list[Any], tolerance: floa
     return [i for i, pair in enumerate(zip(got, expected, strict=True)) if not is_same(*pair)]
 
 
-def assert_computed_whole(result: Run, right: list[Any]) -> None:
-    """Checks the answers of the scenario ``whole_prompts``, and that nothing was looked up for them."""
-    assert [len(values) for _, values in right] == [len(values) for _, values in result["outputs"]]
-    assert min(len(values) for _, values in right) > 100
-    assert differences(result["outputs"], right) == []
-    metrics = result["metrics"]
-    assert metrics["store_blocks"] > 0
-    assert metrics["host_hit_tokens"] == 0
-    assert metrics["misses:not_looked_up"] == len(right)
-    assert_at_rest(result.result)
+def check(run: Run, right: list[Any]) -> None:
+    """Checks the answers of every round, and that nothing is left."""
+    for answers in run["outputs"]:
+        assert differences(answers, right) == []
+    assert_at_rest(run.result)
+
+
+def assert_counted(run: Run, *names: str) -> None:
+    for name in names:
+        assert run["metrics"][name] > 0, name
+
+
+def with_disk(directory: Path) -> dict[str, Any]:
+    """Returns options with which requests wait for blocks from disk, however slow this machine is."""
+    return POOL | {
+        "disk_dir": str(directory),
+        "disk_bytes": DISK_BYTES,
+        "load_deadline_ms": 1000 * DEADLINE_S,
+        "load_only_if_faster": False,
+    }
+
+
+def found(run: Run) -> int:
+    """Returns the number of blocks that a server found on disk at start."""
+    match = FOUND.search(run.log)
+    assert match is not None, "the log does not mention the disk tier"
+    return int(match[1].replace(",", ""))
+
+
+def disk_tokens(run: Run) -> int:
+    return sum(record["disk_tokens"] for record in run["records"])
+
+
+def corrupt(directory: Path, stripe: int | None = None) -> None:
+    """Flips the sign of one number in sixteen, in all slabs; with ``stripe`` only in every other part of so many
+    bytes."""
+    slabs = list(directory.rglob("slab-*"))
+    assert slabs
+    for slab in slabs:
+        raw = np.memmap(slab, np.uint8, "r+")
+        begins = [0] if stripe is None else range(stripe, len(raw), 2 * stripe)
+        for begin in begins:
+            raw[begin : None if stripe is None else begin + stripe][3::64] ^= 0x80
+
+
+def wrong_of_storm(run: Run, right: list[Any]) -> list[int]:
+    """Returns the prompts whose answers are not the beginning of the right ones, up to ties."""
+    found = []
+    for index, (tokens, logprobs) in run["answers"]:
+        beginning = [each[: len(tokens)] for each in right[index]]
+        if differences_beyond_ties([[tokens, logprobs]], [beginning], TOLERANCE):
+            found.append(index)
+    return found
 
 
 def assert_at_rest(state: dict[str, Any]) -> None:

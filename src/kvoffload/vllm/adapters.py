@@ -62,8 +62,6 @@ def watch_adapters(vllm_config: VllmConfig, rank: int) -> WorkerAdapters | None:
         return None
     try:
         worker: Any = calling_worker()
-        if worker is None:
-            raise RuntimeError("no vLLM worker is among the callers")
         return WorkerAdapters(worker.model_runner.lora_manager, rank)
     except Exception as error:
         logger.warning(

@@ -36,8 +36,7 @@ from kvoffload.vllm.adapters import adapters_of, watch_adapters
 from kvoffload.vllm.cuda import numa_node
 from kvoffload.vllm.events import EventTranslator
 from kvoffload.vllm.fingerprint import ANY, describe_parts, fingerprint_parts
-from kvoffload.vllm.following import following
-from kvoffload.vllm.hints import drops_tokens, engine_options
+from kvoffload.vllm.hints import drops_tokens, engine_options, following
 from kvoffload.vllm.layout import EngineLayout, RankInfo, layers_of, one_per_pool
 from kvoffload.vllm.metrics import KVOffloadPromMetrics, KVOffloadStats
 from kvoffload.vllm.nesting import required_layout
@@ -65,11 +64,11 @@ LOGGED_WASTE = 0.01
 """The log says how much of the host pool holds nothing from this share on."""
 
 
+@dataclass
 class KVOffloadMetadata(KVConnectorMetadata):
     """Carries one step's work from the scheduler half to the workers."""
 
-    def __init__(self, step: StepMeta) -> None:
-        self.step = step
+    step: StepMeta
 
 
 @dataclass
@@ -142,7 +141,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
                 self._scheduler.switch_off("the handshake (the workers' host pools are not those of the start)")
             return
         self.layout.check_ranks(infos)
-        self.layout = layout = self.layout.divided(infos[0].parts)
+        self.layout = layout = replace(self.layout, parts=infos[0].parts)
         self._events = EventTranslator(layout, self._has_adapters)
         events = self._vllm_config.kv_events_config
         if layout.config.tier_entries:
@@ -249,7 +248,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         plan = plan_parts(self.layout.kv_groups, sizes)
         if ranks.index == 0 and plan.waste_of_whole >= LOGGED_WASTE:
             logger.info("kvoffload: %s", plan.describe())
-        self.layout = self.layout.divided(plan.parts)
+        self.layout = replace(self.layout, parts=plan.parts)
         self._pool = open_pool(self.layout, ranks, shares, lambda: numa_node(groups), stores)
         self._worker = OffloadingConnectorWorker(make_transfer(plan.parts.page_groups(groups), self._pool))
 
@@ -349,13 +348,10 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(metadata, KVOffloadWorkerMetadata):
             self.connector_scheduler.update_connector_output(metadata.report)
 
-    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Request, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         return self.connector_scheduler.request_finished(request, block_ids)
 
-    def request_finished_all_groups(
-        self, request: Request, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return self.connector_scheduler.request_finished(request, block_ids)
+    request_finished_all_groups = request_finished
 
     def has_pending_push_work(self) -> bool:
         return self.connector_scheduler.has_pending_work()

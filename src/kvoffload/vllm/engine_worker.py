@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
 from vllm.v1.worker.worker_base import WorkerBase
 
+from kvoffload.vllm.versions import callers
 
-def calling_worker() -> WorkerBase | None:
-    """Returns the vLLM worker among the callers of this function, or None."""
-    frame = sys._getframe()
-    while True:
-        worker = frame.f_locals.get("self")
-        if isinstance(worker, WorkerBase):
+
+def calling_worker() -> WorkerBase:
+    """Returns the vLLM worker among the callers of this function. Raises RuntimeError if there is none."""
+    for frame in callers():
+        if isinstance(worker := frame.f_locals.get("self"), WorkerBase):
             return worker
-        if frame.f_back is None:
-            return None
-        frame = frame.f_back
+    raise RuntimeError("no vLLM worker is among the callers")
 
 
 def models_of(worker: Any) -> list[torch.nn.Module]:

@@ -125,7 +125,7 @@ class EventTranslator:
             lora_id=first.lora_id,
             medium=event.medium,
             lora_name=first.lora_name,
-            extra_keys=_untagged([content.extra_keys for content in run]) if run else None,
+            extra_keys=to_event_extra_keys([content.extra_keys for content in run]) if run else None,
             group_idx=g,
             kv_cache_spec_kind=get_kv_cache_spec_kind(group.spec).value,
             kv_cache_spec_sliding_window=get_kv_cache_spec_sliding_window(group.spec),
@@ -164,12 +164,6 @@ def _locality(event: OffloadingEvent) -> str | None:
     if event.tier is None:
         return None
     return "REMOTE" if event.is_shared else "LOCAL"
-
-
-def _untagged(extra_keys: list[tuple[Any, ...] | None]) -> list[tuple[Any, ...] | None] | None:
-    """Returns what vLLM hashes into each block besides its tokens, in the form of its own events."""
-    untagged: list[tuple[Any, ...] | None] | None = to_event_extra_keys(extra_keys)
-    return untagged
 
 
 def _name(block_hash: bytes) -> Any:

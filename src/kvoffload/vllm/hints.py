@@ -1,9 +1,12 @@
-"""What vLLM itself knows of a request: whether it may load or drops tokens, its session, hints of an orchestrator."""
+"""What vLLM itself knows of a request: whether it may load or drops tokens, what stands in the place of tokens, its
+session, hints of an orchestrator."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
 from kvoffload.connector.options import PARAM
 from kvoffload.vllm import versions
@@ -42,3 +45,11 @@ def engine_options(request: Request) -> Mapping[str, object]:
     if request.skip_reading_prefix_cache:
         options["load"] = False
     return options
+
+
+def following(request: Any, position: int, n: int) -> bytes:
+    """Describes ``n`` tokens of a request by everything that vLLM hashes of a block with these tokens: their ids, and
+    for the placeholders of an image, or embeddings that the client has sent, what stands in their place."""
+    tokens = [int(token) for token in request.all_token_ids[position : position + n]]
+    extra_keys, _ = generate_block_hash_extra_keys(request, position, position + n, 0)
+    return repr((tokens, extra_keys)).encode()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.v1.kv_cache_interface import (
@@ -23,38 +24,33 @@ from kvoffload.connector.ranks import LayerPages
 from kvoffload.host.pool import PoolHandle
 from kvoffload.tiers.config import TierEntry
 from kvoffload.vllm import versions
-from kvoffload.vllm.refusals import (
-    refuse_unserved,
-    refuse_unserved_groups,
-    refuse_unserved_specs,
-    refuse_unserved_with_tiers,
-)
+from kvoffload.vllm.refusals import refuse_unserved, refuse_unserved_specs, refuse_unserved_with_tiers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 
-@dataclass(frozen=True, slots=True)
-class GroupLayout:
-    """One KV cache group as this rank sees it: its layers, and the bytes of one device block in each of them, without
-    those that vLLM appends to make pages equally large."""
+class Layer(NamedTuple):
+    """A layer, and the bytes of one device block in it, without those that vLLM appends to make pages equally large."""
 
-    group: KVGroup
-    layer_names: tuple[str, ...]
-    page_bytes: tuple[int, ...]
+    name: str
+    page_bytes: int
     spec: KVCacheSpec
 
-    def layers(self) -> Iterator[tuple[str, int, KVCacheSpec]]:
-        """Yields the name, the page bytes and the spec of each layer."""
-        for name, page_bytes in zip(self.layer_names, self.page_bytes, strict=True):
-            mixed = isinstance(self.spec, UniformTypeKVCacheSpecs)
-            yield name, page_bytes, self.spec.kv_cache_specs[name] if mixed else self.spec
+
+@dataclass(frozen=True, slots=True)
+class GroupLayout:
+    """One KV cache group as this rank sees it."""
+
+    group: KVGroup
+    layers: tuple[Layer, ...]
+    spec: KVCacheSpec
 
     @property
     def device_block_bytes(self) -> int:
         """Bytes of one device block on this rank."""
-        return sum(self.page_bytes)
+        return sum(layer.page_bytes for layer in self.layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +125,6 @@ class EngineLayout(ModelLayout):
         """Bytes of one device block of each group on this rank."""
         return tuple(group.device_block_bytes for group in self.groups)
 
-    def divided(self, parts: Parts) -> EngineLayout:
-        """Returns the same layout with blocks that are divided into ``parts``."""
-        return replace(self, parts=parts)
-
     @property
     def has_states(self) -> bool:
         """Whether some layers have states instead of KV."""
@@ -202,18 +194,16 @@ def group_layouts(
     refuse_unserved(vllm_config)
     if tiers:
         refuse_unserved_with_tiers(vllm_config, tiers[0])
+    if not kv_cache_config.kv_cache_groups:
+        raise ConfigError(fault="this model keeps no KV cache", fix="run it without kvoffload")
     lookahead = _lookahead(vllm_config, kv_cache_config)
-    groups = tuple(
-        _group_layout(factor, group.kv_cache_spec, tuple(group.layer_names), tokens)
+    return tuple(
+        _group_layout(factor, group.kv_cache_spec, group.layer_names, tokens)
         for group, tokens in zip(kv_cache_config.kv_cache_groups, lookahead, strict=True)
     )
-    refuse_unserved_groups(len(groups))
-    return groups
 
 
-def _group_layout(
-    factor: Callable[[int], int], spec: KVCacheSpec, names: tuple[str, ...], lookahead: int
-) -> GroupLayout:
+def _group_layout(factor: Callable[[int], int], spec: KVCacheSpec, names: Sequence[str], lookahead: int) -> GroupLayout:
     mixed = isinstance(spec, UniformTypeKVCacheSpecs)
     specs = spec.kv_cache_specs if mixed else dict.fromkeys(names, spec)
     refuse_unserved_specs(specs.values() if mixed else [spec])
@@ -232,12 +222,8 @@ def _group_layout(
         lookahead=0 if state else lookahead,
         state=state,
     )
-    return GroupLayout(group, names, tuple(map(_page_bytes, map(specs.__getitem__, names))), spec)
-
-
-def _page_bytes(spec: Any) -> int:
-    """Returns the bytes of one device block in one layer, without padding."""
-    return int(spec.state_content_size_bytes if isinstance(spec, MambaSpec) else spec.unpadded_page_size_bytes)
+    page_bytes = operator.attrgetter("state_content_size_bytes" if state else "unpadded_page_size_bytes")
+    return GroupLayout(group, tuple(Layer(name, int(page_bytes(specs[name])), specs[name]) for name in names), spec)
 
 
 def _lookahead(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[int]:

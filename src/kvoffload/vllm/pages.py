@@ -86,7 +86,7 @@ def layer_pages(
     return tuple(
         LayerPages(name, page_bytes, page_format(layers[name], kv_caches[name], spec))
         for group in layout.groups
-        for name, page_bytes, spec in group.layers()
+        for name, page_bytes, spec in group.layers
     )
 
 
@@ -97,14 +97,14 @@ def page_groups(layout: EngineLayout, kv_caches: Mapping[str, torch.Tensor]) -> 
     """
     groups = []
     for group in layout.groups:
-        missing = [name for name in group.layer_names if name not in kv_caches]
+        missing = [layer.name for layer in group.layers if layer.name not in kv_caches]
         if missing:
             raise ConfigError(
                 fault=f"vLLM registered no KV cache for layers {missing}", fix="kvoffload cannot serve this model"
             )
         views = [
             page_view(name, kv_caches[name], layout.num_device_blocks, page_bytes)
-            for name, page_bytes, _ in group.layers()
+            for name, page_bytes, _ in group.layers
         ]
         kinds = {view.device.type for view in views}
         for kind in kinds - {"cpu", "cuda"}:
@@ -192,7 +192,7 @@ def rank_pages(
     stores = set()
     for group in layout.groups:
         described, of_group = [], []
-        for name, page_bytes, spec in group.layers():
+        for name, page_bytes, spec in group.layers:
             mapping, cache, layer = mappings.get(name), kv_caches[name], layers[name]
             if mapping is None or not mapping.parallelism_agnostic or mapping.local_page_size_bytes != page_bytes:
                 return f"the pages of layer {name} have none, as vLLM says"

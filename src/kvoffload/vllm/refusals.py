@@ -62,7 +62,7 @@ def refuse_unserved(vllm_config: VllmConfig) -> None:
             "never computes the KV of some",
             fix="run it without kvoffload",
         )
-    if versions.returns_routed_experts(vllm_config):
+    if versions.attribute(versions.attribute(vllm_config, "aux_output_config"), "enable_return_routed_experts"):
         raise ConfigError(
             "enable_return_routed_experts",
             NOT_SET,
@@ -129,12 +129,6 @@ def refuse_unserved_with_tiers(vllm_config: VllmConfig, tier: TierEntry) -> None
             "that starts again in every process, not by their content",
             "turn one of the two on",
         )
-
-
-def refuse_unserved_groups(num_groups: int) -> None:
-    """Raises ConfigError for a model without KV cache groups."""
-    if num_groups == 0:
-        raise ConfigError(fault="this model keeps no KV cache", fix="run it without kvoffload")
 
 
 def refuse_unserved_specs(specs: Iterable[KVCacheSpec]) -> None:

@@ -110,8 +110,7 @@ def own_replicas(layout: EngineLayout, vllm_config: VllmConfig) -> int:
     if layout.tensor_parallel == 1:
         return 1
     try:
-        worker = calling_worker()
-        return replicas_of(layout, vllm_config, [] if worker is None else models_of(worker))
+        return replicas_of(layout, vllm_config, models_of(calling_worker()))
     except Exception:
         logger.warning("kvoffload: each rank stores its own KV: it cannot be compared with others", exc_info=True)
         return 1
@@ -123,15 +122,15 @@ def replicas_of(layout: EngineLayout, vllm_config: VllmConfig, models: Iterable[
     ranks = layout.tensor_parallel
     by_heads = _replicas_of_heads(models, ranks)
     known = [
-        _replicas_of_layer(layers[name], spec, ranks, by_heads.get(id(layers[name]), 1))
+        _replicas_of_layer(layer.spec, ranks, by_heads.get(id(layers[layer.name]), 1))
         for group in layout.groups
-        for name, _, spec in group.layers()
+        for layer in group.layers
     ]
     return math.gcd(ranks, *known)
 
 
-def _replicas_of_layer(layer: Any, spec: Any, ranks: int, by_heads: int) -> int:
-    """Returns how many consecutive ranks hold the same KV of ``layer``: as its spec says, else ``by_heads``. States are
+def _replicas_of_layer(spec: Any, ranks: int, by_heads: int) -> int:
+    """Returns how many consecutive ranks hold the same KV of a layer: as its spec says, else ``by_heads``. States are
     divided between all ranks unless their spec says otherwise."""
     if isinstance(spec, MambaSpec):
         return ranks if versions.attribute(spec, "tp_replicated") else 1

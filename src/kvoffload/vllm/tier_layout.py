@@ -144,7 +144,7 @@ def _shares_heads(vllm_config: VllmConfig, spec: OffloadingSpec, groups: Sequenc
     if not (spec.config.canonical_layout and parallel.is_parallelism_agnostic and parallel.pp_size == 1):
         return None
     total = vllm_config.model_config.get_total_num_kv_heads()
-    specs = [spec for group in groups for _, _, spec in group.layers()]
+    specs = [layer.spec for group in groups for layer in group.layers]
     if not all(isinstance(each, AttentionSpec) for each in specs):
         return None
     if spec.replicated_layout:
@@ -170,7 +170,7 @@ def _layers(vllm_config: VllmConfig, groups: Sequence[GroupLayout], is_shared: b
     def described(spec: KVCacheSpec) -> str:
         return repr(without_parallelism(spec, heads) if is_shared else spec)
 
-    return [[[name, described(spec)] for name, _, spec in group.layers()] for group in groups]
+    return [[[name, described(spec)] for name, _, spec in group.layers] for group in groups]
 
 
 def _rows(spec: OffloadingSpec, block_bytes: int) -> list[Any]:

@@ -118,13 +118,18 @@ def is_pausing() -> bool:
     return caller_locals(getattr(EngineCore, "_reset_caches", None)) is not None
 
 
+def callers() -> Iterator[FrameType]:
+    """Yields the frames of the functions that have called this one, the latest first."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 def caller_locals(function: Any) -> Mapping[str, Any] | None:
     """Returns the local variables of ``function`` if it is among the callers, or None."""
     code = getattr(function, "__code__", None)
-    frame: FrameType | None = None if code is None else sys._getframe()
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back
-    return None if frame is None else frame.f_locals
+    return next((frame.f_locals for frame in callers() if frame.f_code is code), None)
 
 
 def trace_headers(vllm_config: VllmConfig) -> Callable[[Any], Mapping[str, str] | None] | None:
@@ -152,11 +157,6 @@ def warn_if_untested() -> None:
         logger.warning(
             "kvoffload is tested with vLLM %s, not with %s, but tries to serve it", ", ".join(TESTED), vllm.__version__
         )
-
-
-def returns_routed_experts(vllm_config: VllmConfig) -> bool:
-    """Whether answers name the experts that computed each token."""
-    return bool(attribute(attribute(vllm_config, "aux_output_config"), "enable_return_routed_experts"))
 
 
 def fences_first(vllm_config: VllmConfig) -> bool:

@@ -49,8 +49,6 @@ def watch_weights(vllm_config: VllmConfig) -> WeightWatch | None:
     """
     try:
         worker = calling_worker()
-        if worker is None:
-            raise RuntimeError("no vLLM worker is among the callers")
         offload = getattr(getattr(vllm_config, "offload_config", None), "prefetch", None)
         if getattr(offload, "offload_group_size", 0):
             raise RuntimeError("prefetch offloading moves weights in every step")

@@ -126,16 +126,6 @@ def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not list(tmp_path.glob("disk-*"))
 
 
-def test_a_run_on_one_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_servers(monkeypatch)
-    result = CliRunner().invoke(main, ["--shared", "--out", str(tmp_path), "--store", "shared_dir"])
-    assert result.exit_code == 0, result.output
-    assert list(json.loads((tmp_path / "shared.json").read_text())["stores"]) == ["shared_dir"]
-    result = CliRunner().invoke(main, ["--shared", "--out", str(tmp_path), "--store", "tape"])
-    assert result.exit_code == 2
-    assert "--store tape: there is no such store; known: shared_dir, mooncake" in result.output
-
-
 def test_a_control_that_changes_nothing_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_servers(monkeypatch, control=False)
     result = CliRunner().invoke(main, ["--shared", "--out", str(tmp_path), "--json"])

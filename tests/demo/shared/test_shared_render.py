@@ -15,9 +15,9 @@ rich_console = pytest.importorskip("rich.console")
 from demo.pages import shared_page  # noqa: E402
 from demo.protocol import RequestResult  # noqa: E402
 from demo.shared_report import SharedReport, SkippedStore  # noqa: E402
-from demo.view import TerminalProgress, render, terminal_table, verdict  # noqa: E402
+from demo.view import render, terminal_table, verdict  # noqa: E402
 
-from .conftest import answer, make_store, wrong  # noqa: E402
+from .conftest import make_store, wrong  # noqa: E402
 
 
 def render_page(report: SharedReport) -> str:
@@ -63,26 +63,3 @@ def test_skipped_stores_are_named_with_the_line_to_run(report: SharedReport) -> 
     nothing = replace(skipped, stores=skipped.stores[1:])
     assert "No store could run here." in render_page(nothing)
     assert "No store could run here." in terminal_text(nothing)
-
-
-def test_the_terminal_fits_into_80_columns(report: SharedReport) -> None:
-    text = terminal_text(report)
-    assert max(map(len, text.splitlines())) <= 80
-    assert "…" not in text
-    flat = " ".join(text.split())
-    assert "shared_dir yes 96% 96% 702 ms 70 ms 10.0" in flat
-
-
-def test_the_progress_has_one_bar_per_part() -> None:
-    console = rich_console.Console(width=100, record=True, file=io.StringIO())
-    with TerminalProgress(console) as progress:
-        progress.begin("first part", 2)
-        for document in range(2):
-            progress.request(answer(document))
-        progress.begin("second part", 1)
-        progress.request(answer(0, 1920))
-        progress.skip("mooncake", "not here")
-    text = console.export_text()
-    assert "2/2" in text
-    assert "1/1" in text
-    assert "mooncake is skipped: not here" in text
