@@ -210,8 +210,8 @@ class Rig:
 
 def arrived(manager: TieredOffloadingManager, context: ReqContext) -> dict[str, int]:
     """Returns how many blocks have arrived for a request, by tier, and leaves them pinned."""
-    promotion = manager._promoter.get(context)
-    return {} if promotion is None else {tier: len(keys) for tier, keys in promotion.promoted.items()}
+    wait = manager._waits.get(context)
+    return {} if wait is None else {tier: len(keys) for tier, keys in wait.promoted.items()}
 
 
 def lookup_last(

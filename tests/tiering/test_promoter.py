@@ -16,8 +16,8 @@ from kvoffload.abc import (
     ReqContext,
 )
 from kvoffload.cache.admission import FilterReusedOffloadingManager
-from kvoffload.tiering import promoter, reads
-from kvoffload.tiering.promoter import PROMOTION_SHARE
+from kvoffload.tiering import reads, waits
+from kvoffload.tiering.waits import PROMOTION_SHARE
 from tests.counting import lines_of
 from tests.tiering.rig import (
     A,
@@ -46,7 +46,7 @@ def test_promoted_blocks_stay_until_the_request_loads_them() -> None:
 
 
 def test_aborted_requests_are_forgotten_while_a_read_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(promoter, "MAX_PROMOTIONS", 4)
+    monkeypatch.setattr(waits, "MAX_WAITS", 4)
     rig = Rig()
     keys = chain("x", 4)
     rig.store_below(keys)
@@ -57,8 +57,8 @@ def test_aborted_requests_are_forgotten_while_a_read_hangs(monkeypatch: pytest.M
         assert rig.manager.lookup(keys, context) is None
         rig.manager.poll()
         rig.manager.release_request(context)
-    assert len(rig.manager._promoter._waits.begun) <= 8
-    assert [len(batch.promotions) for batch in set(rig.manager.tiers[0].reads.values())] == [1]
+    assert len(rig.manager._waits._begun) <= 8
+    assert [len(batch.waits) for batch in set(rig.manager.tiers[0].reads.values())] == [1]
     rig.clock.now += 2
     rig.manager.poll()
     assert rig.manager.lookup(keys, A) == 0, "its own deadline counts still"
