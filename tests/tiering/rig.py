@@ -268,6 +268,11 @@ def lookup_last(
     return last, LookupState(states[last]) if last >= 0 else LookupState.MISS
 
 
+def slot_of(rig: Rig, key: OffloadKey) -> int | None:
+    status = rig.host.block_status(key)
+    return None if status is None else status.slot
+
+
 def in_tier(rig: Rig, keys: list[OffloadKey]) -> list[int]:
     return np.flatnonzero(rig.tier.contains(keys) == LookupState.HIT).tolist()
 

@@ -9,6 +9,7 @@ import pytest
 from kvoffload.abc import BlockNotReadyError, KVGroup, LookupState, MissReason, OffloadKey, ReqContext
 from kvoffload.cache.admission import FilterReusedOffloadingManager
 from kvoffload.tiering import reads, waits
+from kvoffload.tiering.health import MAX_FAILURES
 from kvoffload.tiering.waits import PROMOTION_SHARE
 from tests.counting import lines_of
 from tests.tiering.rig import A, B, Rig, arrived, below, chain
@@ -185,11 +186,14 @@ def test_no_more_blocks_are_read_than_can_arrive_in_time() -> None:
     rig.manager.lookup(keys, A)
     rig.settle()
     rig.manager.lookup(more, B)
-    rig.manager.poll()
-    assert rig.tier.reads == keys + more[:4]
+    with rig.executor.hold():
+        for _ in range(2):
+            rig.manager.poll()
+            assert rig.tier.reads == keys + more[:4]
 
 
-def test_promotions_wait_for_room_in_the_host() -> None:
+@pytest.mark.parametrize("event", ["room", "blocks lost", "tier paused", "too many wait"])
+def test_promotions_wait_for_room_in_the_host(event: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rig, keys = below(2, host_blocks=4)
     busy = chain("busy", 4)
     rig.store(busy)
@@ -198,9 +202,21 @@ def test_promotions_wait_for_room_in_the_host() -> None:
     assert rig.manager.lookup(keys, A) is None
     rig.settle()
     assert rig.tier.reads == []
+    if event == "blocks lost":
+        rig.tier.delete(keys)
+    elif event == "tier paused":
+        rig.tier.num_failed_lookups = MAX_FAILURES
+        rig.settle()
+        assert rig.manager.lookup(keys, A) == 0, "it is looked up again, without the tier"
+        return
+    elif event == "too many wait":
+        monkeypatch.setattr(waits, "MAX_WAITS", 1)
+        assert rig.manager.lookup(keys, B) == 0
     rig.manager.complete_load(busy)
     rig.settle()
-    assert rig.manager.lookup(keys, A) == 2
+    if event == "blocks lost":
+        assert rig.host.lookup(busy) == 4, "nothing is evicted for them"
+    assert rig.manager.lookup(keys, A) == (0 if event == "blocks lost" else 2)
 
 
 def test_a_refused_read_is_tried_again_and_does_not_change_why_a_block_is_missing() -> None:
