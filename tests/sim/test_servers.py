@@ -13,7 +13,7 @@ from kvoffload.abc import ByteArray, OffloadKey, Slots, States, Tier, TierResult
 from kvoffload.tiering import writes
 from kvoffload.tiering.health import CircuitBreaker
 from kvoffload.tiering.plan import WritePlan, plan_writes
-from kvoffload.tiering.promotion import Promotion
+from kvoffload.tiering.waits import Waits
 from kvoffload.tiers.remote import link
 from kvoffload.tiers.remote.client import Outcome
 from kvoffload.tiers.remote.known import PresenceCache
@@ -285,7 +285,7 @@ def no_deadline(monkeypatch: pytest.MonkeyPatch) -> type[SharedMedium]:
         start(server, patch)
         server.engine.scheduler.lookups.deadline_s = 1e9
 
-    monkeypatch.setattr(Promotion, "is_late", lambda promotion, now, deadline_s: False)
+    monkeypatch.setattr(Waits, "_give_up_late", lambda waits, now: None)
     monkeypatch.setattr(SharingServer, "start", start_without)
     return failing(hang_s=30.0, late_get=0.3)
 

@@ -18,8 +18,8 @@ from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.tiering import tier_blocks, writes
 from kvoffload.tiering.health import MAX_FAILURES
 from kvoffload.tiering.plan import Bools, ChainLayout, Look, WritePlan, plan_writes
-from kvoffload.tiering.promotion import Promotion, PromotionState
 from kvoffload.tiering.tier_blocks import TierBlocks
+from kvoffload.tiering.waits import Wait, Waits
 from kvoffload.tiers.disk import blockio
 from kvoffload.tiers.disk.tier import DiskTier
 from tests.asking_tier import AskingTier
@@ -374,14 +374,13 @@ def reset_forgets_what_is_being_written(server: Server, tier: DiskTier, monkeypa
 def host_slot_freed_while_a_read_into_it_is_under_way(
     server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host, stop_waiting = server.engine.policy_manager, Promotion.stop_waiting
+    host, end = server.engine.policy_manager, Waits.end
 
-    def free_at_once(promotion: Promotion, state: PromotionState) -> None:
-        if state is PromotionState.EXPIRED:
-            host.complete_store(list(promotion.reading), success=False)
-        stop_waiting(promotion, state)
+    def free_at_once(waits: Waits, wait: Wait) -> None:
+        host.complete_store(list(wait.reading), success=False)
+        end(waits, wait)
 
-    monkeypatch.setattr(Promotion, "stop_waiting", free_at_once)
+    monkeypatch.setattr(Waits, "end", free_at_once)
 
 
 def host_slot_not_held_while_it_is_written_from(
@@ -413,7 +412,7 @@ def reset_writes_on_the_schedulers_thread(server: Server, tier: DiskTier, monkey
 
 
 def no_deadline(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Promotion, "is_late", lambda promotion, now, deadline_s: False)
+    monkeypatch.setattr(Waits, "_give_up_late", lambda waits, now: None)
     monkeypatch.setattr(server.engine.scheduler.lookups, "deadline_s", 1e9)
 
 

@@ -132,6 +132,36 @@ class SpyTier(MemoryTier):
         return results
 
 
+class SharedTier(SpyTier):
+    """Bounds itself and is used by others too. Remembers what it was asked to hand over and to look for. As long as
+    ``knows`` is False, it does not say what it holds; unless it ``is_open``, its directory has not answered yet."""
+
+    is_shared = True
+    knows = True
+    is_open = True
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)
+        self.handed_over: list[list[OffloadKey]] = []
+        self.looked_for: list[tuple[list[OffloadKey], str, float]] = []
+
+    def stats(self) -> TierStats:
+        return super().stats()._replace(capacity_bytes=None) if self.is_open else TierStats(0, 0, 0, is_connected=False)
+
+    def contains(self, keys: Sequence[OffloadKey], ahead: Sequence[OffloadKey] = ()) -> States:
+        states = super().contains(keys)
+        if not self.knows:
+            states[:] = LookupState.RETRY
+        return states
+
+    def hand_over(self, keys: Sequence[OffloadKey]) -> str:
+        self.handed_over.append(list(keys))
+        return "seat-7"
+
+    def look_for(self, keys: Sequence[OffloadKey], place: str, pause_s: float) -> None:
+        self.looked_for.append((list(keys), place, pause_s))
+
+
 class Rig:
     """A host of ``host_blocks`` in front of tiers, with a clock of their own. ``tier`` is the first of them,
     ``tier_class`` makes the last."""
@@ -208,10 +238,25 @@ class Rig:
         return dict(self.manager.take_counts())
 
 
+def with_shared(**options: Any) -> tuple[Rig, SharedTier]:
+    """A rig with a tier of its own and a shared one below it."""
+    rig = Rig(**options, tier_class=SharedTier, num_tiers=2)
+    shared = rig.tiers[1]
+    assert isinstance(shared, SharedTier)
+    return rig, shared
+
+
+def below(num_blocks: int, **options: Any) -> tuple[Rig, list[OffloadKey]]:
+    """Returns a rig with the blocks of a chain in the tier, and not in the host."""
+    rig, keys = Rig(**options), chain("x", num_blocks)
+    rig.store_below(keys)
+    return rig, keys
+
+
 def arrived(manager: TieredOffloadingManager, context: ReqContext) -> dict[str, int]:
     """Returns how many blocks have arrived for a request, by tier, and leaves them pinned."""
-    promotion = manager._promoter.get(context)
-    return {} if promotion is None else {tier: len(keys) for tier, keys in promotion.promoted.items()}
+    wait = manager._waits.get(context)
+    return {} if wait is None else {tier: len(keys) for tier, keys in wait.promoted.items()}
 
 
 def lookup_last(

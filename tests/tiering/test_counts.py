@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from kvoffload.abc import TierStats
 from kvoffload.observe.metrics import METRICS, Metrics
-from tests.tiering.rig import SLOT_BYTES, A, Rig, SpyTier, chain
+from tests.tiering.rig import SLOT_BYTES, A, Rig, SpyTier, below, chain
 
 
 def test_what_a_tier_has_done_is_counted_under_its_name() -> None:
-    rig = Rig()
-    keys = chain("x", 3)
-    rig.store_below(keys)
+    rig, keys = below(3)
     rig.manager.lookup(keys, A)
     rig.settle()
     counts = rig.counts()

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvoffload.abc import Awaited, LookupState, MissReason, OffloadKey, ReqContext, TierError, TierStats
+from kvoffload.abc import Awaited, LookupState, MissReason, OffloadKey, ReqContext, TierError
 from kvoffload.tiering.chains import MAX_REST_S
 from kvoffload.tiering.lookup import LOOK_AGAIN_S, LOOK_AGAIN_SHARE
 from kvoffload.tiering.unwritten import UNWRITTEN_SHARE, WRITE_WITHIN_S
-from tests.tiering.rig import A, B, Rig, SpyTier, chain
+from tests.tiering.rig import A, B, Rig, SharedTier, chain, with_shared
 
 HOST_BLOCKS = 64
 PROMISED = int(HOST_BLOCKS * UNWRITTEN_SHARE)
@@ -21,33 +21,9 @@ SHARED = "memory-2"
 HIT, MISS, RETRY = LookupState.HIT, LookupState.MISS, LookupState.RETRY
 
 
-class SharedTier(SpyTier):
-    """Is used by others too, and remembers what it was asked to hand over and to look for."""
-
-    is_shared = True
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        super().__init__(*args, **kwargs)
-        self.handed_over: list[list[OffloadKey]] = []
-        self.looked_for: list[tuple[list[OffloadKey], str, float]] = []
-        self.is_open = True
-
-    def stats(self) -> TierStats:
-        return super().stats() if self.is_open else TierStats(0, 0, 0, is_connected=False)
-
-    def hand_over(self, keys: Sequence[OffloadKey]) -> str:
-        self.handed_over.append(list(keys))
-        return "seat-7"
-
-    def look_for(self, keys: Sequence[OffloadKey], place: str, pause_s: float) -> None:
-        self.looked_for.append((list(keys), place, pause_s))
-
-
-def with_shared(**options: object) -> tuple[Rig, SharedTier]:
-    """A rig with a tier of its own, which is full, and a shared one below it, which takes nothing on yet."""
-    rig = Rig(HOST_BLOCKS, tier_class=SharedTier, num_tiers=2, **options)  # type: ignore[arg-type]
-    shared = rig.tiers[1]
-    assert isinstance(shared, SharedTier)
+def full_tiers(**options: object) -> tuple[Rig, SharedTier]:
+    """A tier of its own and a shared one below it, which take nothing on."""
+    rig, shared = with_shared(host_blocks=HOST_BLOCKS, **options)
     shared.most_writes = rig.tier.most_writes = 0
     return rig, shared
 
@@ -70,7 +46,7 @@ def states(rig: Rig, keys: list[OffloadKey], context: ReqContext | None) -> list
 
 
 def test_shared_tiers_are_told_and_named() -> None:
-    rig, shared = with_shared()
+    rig, shared = full_tiers()
     keys = chain("x", 4)
     rig.store(keys)
     assert rig.manager.hand_over(keys) == ({SHARED: "seat-7"}, 4)
@@ -86,7 +62,7 @@ def test_tiers_that_no_other_server_uses_are_not_named() -> None:
 @pytest.mark.parametrize("is_handed_over", [True, False])
 def test_what_is_handed_over_stays_in_host_memory_until_it_is_written(is_handed_over: bool) -> None:
     """Other blocks, which are the control, leave."""
-    rig, shared = with_shared()
+    rig, shared = full_tiers()
     keys = chain("x", 4)
     rig.store(keys)
     if is_handed_over:
@@ -103,7 +79,7 @@ def test_what_is_handed_over_stays_in_host_memory_until_it_is_written(is_handed_
 
 
 def test_what_is_not_written_for_long_waits_no_more() -> None:
-    rig, _ = with_shared()
+    rig, _ = full_tiers()
     keys = chain("x", 4)
     rig.store(keys)
     rig.manager.hand_over(keys)
@@ -119,7 +95,7 @@ def test_what_is_not_written_for_long_waits_no_more() -> None:
 
 @pytest.mark.parametrize("error", [TierError.NO_SPACE, TierError.IO, TierError.AWAY])
 def test_what_cannot_be_written_is_written_again_at_a_growing_pace(error: TierError) -> None:
-    rig, shared = with_shared()
+    rig, shared = full_tiers()
     shared.most_writes, shared.fails = 1 << 30, error
     keys = chain("x", PROMISED)
     rig.manager.hand_over(keys)
@@ -143,7 +119,7 @@ def test_what_cannot_be_written_is_written_again_at_a_growing_pace(error: TierEr
 
 
 def test_a_chain_that_is_too_long_is_not_promised_and_its_head_may_be() -> None:
-    rig, shared = with_shared()
+    rig, shared = full_tiers()
     keys = chain("x", PROMISED + 4)
     rig.store(keys)
     assert rig.manager.hand_over(keys) == ({}, PROMISED)
@@ -155,7 +131,7 @@ def test_a_chain_that_is_too_long_is_not_promised_and_its_head_may_be() -> None:
 
 
 def test_all_chains_together_have_a_bound() -> None:
-    rig, _ = with_shared()
+    rig, _ = full_tiers()
     first, second, third = chain("x", PROMISED - 2), chain("y", 4), chain("z", 4)
     for keys in (first, second, third):
         rig.store(keys)
@@ -167,7 +143,7 @@ def test_all_chains_together_have_a_bound() -> None:
 
 def test_a_chain_that_has_grown_waits_whole_if_all_of_it_has_room() -> None:
     """What waits already counts once."""
-    rig, _ = with_shared()
+    rig, _ = full_tiers()
     keys = chain("x", PROMISED)
     rig.store(keys)
     for size in (PROMISED - 2, PROMISED):
@@ -177,7 +153,7 @@ def test_a_chain_that_has_grown_waits_whole_if_all_of_it_has_room() -> None:
 
 
 def test_a_tier_that_is_off_is_not_named() -> None:
-    rig, shared = with_shared()
+    rig, shared = full_tiers()
     keys = chain("x", 4)
     rig.store(keys)
     rig.manager.reset()
@@ -191,7 +167,7 @@ def test_a_tier_that_is_off_is_not_named() -> None:
 
 def test_a_tier_that_is_not_open_yet_is_not_named_and_nothing_waits_for_it() -> None:
     """Its directory has not answered yet."""
-    rig, shared = with_shared()
+    rig, shared = full_tiers()
     keys = chain("x", 4)
     rig.store(keys)
     shared.is_open = False
@@ -203,7 +179,7 @@ def test_a_tier_that_is_not_open_yet_is_not_named_and_nothing_waits_for_it() -> 
 
 
 def test_a_request_waits_for_what_is_handed_over_until_its_deadline() -> None:
-    rig, shared = with_shared()
+    rig, shared = full_tiers()
     keys, others = chain("x", 3), chain("y", 1)
     context = awaiting(keys, rig)
     start = rig.clock.now
@@ -222,7 +198,7 @@ def test_a_request_waits_for_what_is_handed_over_until_its_deadline() -> None:
 
 def test_nothing_else_waits() -> None:
     """Negative control."""
-    rig, shared = with_shared()
+    rig, shared = full_tiers()
     assert states(rig, chain("x", 3), ReqContext("another")) == [MISS] * 3
     assert states(rig, chain("x", 3), None) == [MISS] * 3
     assert shared.looked_for == []
@@ -235,7 +211,7 @@ def test_only_shared_tiers_are_waited_for() -> None:
 
 
 def test_a_tier_looks_in_the_place_that_the_answer_names_for_it() -> None:
-    rig, shared = with_shared()
+    rig, shared = full_tiers()
     keys = chain("x", 3)
     rig.store_below(keys[:1])
     for places, place in (({SHARED: "seat-3", "memory": "no"}, "seat-3"), ({}, ""), ({"unknown": "seat-9"}, "")):
@@ -244,7 +220,7 @@ def test_a_tier_looks_in_the_place_that_the_answer_names_for_it() -> None:
 
 
 def test_the_longer_a_request_waits_the_less_often_it_has_the_medium_asked() -> None:
-    rig, shared = with_shared()
+    rig, shared = full_tiers()
     keys = chain("x", 3)
     context = awaiting(keys, rig)
     start = rig.clock.now

@@ -14,14 +14,7 @@ from kvoffload.tiering import health
 from kvoffload.tiering.health import MAX_FAILURES, MISS_TTL_S, BreakerState, OpenQuestions
 from kvoffload.tiering.lookup import FIRST_CHUNK
 from kvoffload.tiering.manager import TierSettings
-from tests.tiering.rig import (
-    A,
-    B,
-    Rig,
-    SpyTier,
-    chain,
-    content,
-)
+from tests.tiering.rig import A, B, Rig, SpyTier, below, chain, content
 
 
 class RemoteTier(SpyTier):
@@ -74,9 +67,7 @@ def put(rig: Rig, tier: SpyTier, keys: list[OffloadKey]) -> None:
 
 
 def test_a_tier_that_does_not_answer_in_time_does_not_hold_the_block() -> None:
-    rig = Rig(lookup_deadline_ms=100)
-    keys = chain("x", 2)
-    rig.store_below(keys)
+    rig, keys = below(2, lookup_deadline_ms=100)
     rig.tier.unsure = True
     assert rig.manager.lookup(keys, A) is None
     assert rig.manager.poll(), "the tier must be asked again"

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvoffload.abc import (
-    Hints,
-    LookupState,
-    MissReason,
-    ReqContext,
-    TierError,
-)
+from kvoffload.abc import Hints, LookupState, MissReason, ReqContext, TierError
 from kvoffload.cache.admission import FilterReusedOffloadingManager
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
@@ -19,15 +13,7 @@ from kvoffload.testing.tier_conformance import make_pools
 from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings
 from tests.sim.memory_tier import MemoryTier
 from tests.suites.conformance import ManagerConformance
-from tests.tiering.rig import (
-    SLOT_BYTES,
-    A,
-    B,
-    Rig,
-    arrived,
-    chain,
-    content,
-)
+from tests.tiering.rig import SLOT_BYTES, A, B, Rig, arrived, below, chain, content
 
 
 class TestConformance(ManagerConformance):
@@ -41,9 +27,7 @@ class TestConformance(ManagerConformance):
 
 
 def test_a_block_is_written_through_and_promoted_with_its_bytes() -> None:
-    rig = Rig()
-    keys = chain("x", 4)
-    rig.store_below(keys)
+    rig, keys = below(4)
     assert rig.manager.lookup(keys, A) is None
     assert rig.tier.reads == [], "poll starts the reads for all lookups of a step together"
     rig.manager.poll()
@@ -83,20 +67,8 @@ def test_early_evictions_are_counted_beside_the_counts_of_tiers() -> None:
     assert "early_evictions" not in rig.manager.take_counts()
 
 
-def test_a_block_is_not_found_before_it_has_arrived() -> None:
-    rig = Rig()
-    keys = chain("x", 2)
-    rig.store_below(keys)
-    rig.manager.lookup(keys, A)
-    rig.manager.poll()
-    assert rig.manager.lookup(keys, A) is None
-    assert rig.host.lookup(keys) == 0
-
-
 def test_poll_returns_whether_a_lookup_may_find_more() -> None:
-    rig = Rig()
-    keys = chain("x", 2)
-    rig.store_below(keys)
+    rig, keys = below(2)
     rig.manager.poll()
     assert not rig.manager.poll(), "nothing has happened"
     rig.manager.lookup(keys, A)
@@ -129,9 +101,7 @@ def test_blocks_behind_a_missing_block_are_not_promoted() -> None:
 
 
 def test_a_key_is_read_once_however_many_requests_want_it() -> None:
-    rig = Rig()
-    keys = chain("x", 4)
-    rig.store_below(keys)
+    rig, keys = below(4)
     assert rig.manager.lookup(keys, A) is None
     assert rig.manager.lookup(keys[:3], B) is None
     rig.manager.poll()
@@ -141,20 +111,8 @@ def test_a_key_is_read_once_however_many_requests_want_it() -> None:
     assert [sum(arrived(rig.manager, context).values()) for context in (A, B, ReqContext("c"))] == [4, 3, 4]
 
 
-def test_without_a_context_only_host_memory_is_consulted() -> None:
-    rig = Rig()
-    keys = chain("x", 2)
-    rig.store_below(keys)
-    assert rig.manager.lookup(keys) == 0
-    assert rig.manager.lookup_each(keys).tolist() == [LookupState.MISS] * 2
-    rig.settle()
-    assert rig.tier.reads == []
-
-
 def test_a_store_with_a_reuse_filter_promotes_nothing() -> None:
-    rig = Rig()
-    keys = chain("x", 2)
-    rig.store_below(keys)
+    rig, keys = below(2)
     output = FilterReusedOffloadingManager(rig.manager).prepare_store(keys, A)
     assert output is not None
     assert output.keys_to_store == []
@@ -163,9 +121,7 @@ def test_a_store_with_a_reuse_filter_promotes_nothing() -> None:
 
 
 def test_windows_wait_for_missing_blocks() -> None:
-    rig = Rig()
-    keys = chain("x", 3)
-    rig.store_below(keys)
+    rig, keys = below(3)
     rig.store(keys[:1])
     rig.settle()
     hit, retry = LookupState.HIT, LookupState.RETRY
@@ -185,9 +141,7 @@ def test_windows_that_cannot_be_complete_promote_nothing() -> None:
 
 @pytest.mark.parametrize(("n", "promoted"), [(8, True), (9, False)])
 def test_a_window_too_large_to_be_promoted_is_a_miss_at_once(n: int, promoted: bool) -> None:
-    rig = Rig(host_blocks=16)
-    keys = chain("x", n)
-    rig.store_below(keys)
+    rig, keys = below(n, host_blocks=16)
     state = LookupState.RETRY if promoted else LookupState.MISS
     assert rig.manager.lookup_each(keys, A).tolist() == [state] * n
     rig.settle()
@@ -200,22 +154,8 @@ def test_a_window_too_large_to_be_promoted_is_a_miss_at_once(n: int, promoted: b
         assert rig.manager.lookup_each(keys, A).tolist() == [hit, *[retry] * 8], "blocks of the host need no promotion"
 
 
-def test_promoted_blocks_count_as_promoted_after_the_deadline_too() -> None:
-    rig = Rig(load_deadline_ms=1000)
-    keys = chain("x", 4)
-    rig.store_below(keys)
-    rig.manager.lookup(keys, A)
-    rig.settle()
-    rig.clock.now += 2
-    rig.manager.poll()
-    assert rig.manager.lookup(keys, A) == 4
-    assert sum(arrived(rig.manager, A).values()) == 4
-
-
 def test_a_missed_block_that_the_tier_holds_was_not_delivered_in_time() -> None:
-    rig = Rig(host_blocks=8)
-    keys = chain("x", 8)
-    rig.store_below(keys)
+    rig, keys = below(8, host_blocks=8)
     rig.manager.lookup(keys, A)
     rig.settle()
     assert rig.manager.lookup(keys, A) == 4
@@ -231,9 +171,7 @@ def test_a_missed_block_that_the_tier_holds_was_not_delivered_in_time() -> None:
     ],
 )
 def test_a_block_that_cannot_be_read_is_a_miss(error: TierError, reason: MissReason, counter: str | None) -> None:
-    rig = Rig()
-    keys = chain("x", 2)
-    rig.store_below(keys)
+    rig, keys = below(2)
     rig.manager.lookup(keys, A)
     rig.manager.poll()
     rig.tier.fails = error
@@ -248,9 +186,7 @@ def test_a_block_that_cannot_be_read_is_a_miss(error: TierError, reason: MissRea
 
 
 def test_the_reason_is_corrupt_if_a_queued_block_was_found_corrupt_meanwhile() -> None:
-    rig = Rig(host_blocks=8)
-    keys = chain("x", 4)
-    rig.store_below(keys)
+    rig, keys = below(4, host_blocks=8)
     rig.manager.lookup(keys[:2], A)
     rig.manager.poll()
     rig.tier.fails = TierError.CORRUPT
@@ -265,9 +201,7 @@ def test_the_reason_is_corrupt_if_a_queued_block_was_found_corrupt_meanwhile() -
 
 
 def test_tiers_can_be_switched_off_from_outside() -> None:
-    rig = Rig()
-    keys = chain("x", 2)
-    rig.store_below(keys)
+    rig, keys = below(2)
     rig.manager.lookup(keys, A)
     rig.manager.switch_off_tiers("keys do not outlive the process")
     assert rig.manager.poll(), "waiting requests must ask again"

@@ -254,17 +254,18 @@ def test_what_is_held_gives_way_to_what_is_pinned_meanwhile() -> None:
     rig.manager.complete_load(loading)
 
 
-def test_a_tenant_without_room_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("most", "num_held"), [(1, 0), (8, 4)])
+def test_a_tenant_has_its_share_and_holds_nobody_up(most: int, num_held: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(host_blocks=32, tier_blocks=256)
-    small, other = chain("s", 6), chain("o", 6)
-    monkeypatch.setattr(rig.host, "most_blocks", lambda key: 1 if key[:1] == b"s" else 32)
+    small, other = chain("tenant-s", 6), chain("tenant-o", 6)
+    monkeypatch.setattr(rig.host, "most_blocks", lambda key: most if key[:8] == b"tenant-s" else 32)
     for keys in (small, other):
         for i in range(0, 6, 3):
             rig.store_below(keys[: i + 3])
     end(rig, small, hints(10))
     end(rig, other, hints(11, expect_return_s=RETURNS_IN_S + 0.1))
     wait(rig, RETURNS_IN_S - 1)
-    assert (num_in_host(rig, small), num_in_host(rig, other)) == (0, 6)
+    assert (num_in_host(rig, small), num_in_host(rig, other)) == (num_held, 6)
 
 
 def test_wrong_estimates_of_one_tenant_are_not_held_against_another() -> None:

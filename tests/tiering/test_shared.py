@@ -4,37 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from kvoffload.abc import LookupState, OffloadKey, TierStats
+from kvoffload.abc import OffloadKey, ReqContext
 from kvoffload.cache.admission import ReuseFilter
 from kvoffload.tiering.chains import MAX_REST_S
 from kvoffload.tiering.guard import GuardedTier
 from kvoffload.tiering.manager import TierSettings
-from tests.tiering.rig import A, B, Rig, SpyTier, begin, chain, compute, on_disk
-
-
-class SharedTier(SpyTier):
-    """Bounds itself and is used by others too. As long as ``knows`` is False, it does not say what it holds."""
-
-    name = "shared"
-    is_shared = True
-    knows = True
-
-    def stats(self) -> TierStats:
-        return super().stats()._replace(capacity_bytes=None)
-
-    def contains(self, keys, ahead=()):  # type: ignore[no-untyped-def]
-        states = super().contains(keys)
-        if not self.knows:
-            states[:] = LookupState.RETRY
-        return states
-
-
-def with_shared(**options: object) -> tuple[Rig, SharedTier]:
-    """A rig with a tier of its own and a shared one below it."""
-    rig = Rig(**options, tier_class=SharedTier, num_tiers=2)  # type: ignore[arg-type]
-    shared = rig.tiers[1]
-    assert isinstance(shared, SharedTier)
-    return rig, shared
+from tests.tiering.rig import A, B, Rig, SharedTier, begin, chain, compute, on_disk, with_shared
 
 
 def settle(rig: Rig) -> None:
@@ -211,8 +186,6 @@ def with_admission() -> Rig:
 
 
 def request(rig: Rig, keys: list[OffloadKey], name: str) -> None:
-    from kvoffload.abc import ReqContext
-
     context = ReqContext(name)
     begin(rig, keys, context)
     settle(rig)

@@ -7,17 +7,11 @@ from random import Random
 import pytest
 
 from kvoffload.abc import KVGroup, LookupState, MissReason, OffloadKey, ReqContext
-from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings
 from kvoffload.tiering.writes import MAX_WRITES_PER_BLOCK
-from kvoffload.tiers.disk.layout import FIXED_BYTES, SLAB_OVERHEAD_BYTES, slot_cost
-from kvoffload.tiers.disk.tier import DiskSettings, DiskTier
-from tests.sim.storage import SimulatedStorage
 from tests.tiering.rig import (
-    SLOT_BYTES,
     A,
     B,
     Rig,
-    SpyTier,
     chain,
     compute,
     content,
@@ -300,22 +294,6 @@ def test_the_next_turn_brings_a_state_and_the_kv_before_it_is_written() -> None:
     assert in_tier(rig, by_group[1]) == in_tier(rig, by_group[2]) == [2, 8]
 
 
-def test_a_prompt_is_written_when_its_state_becomes_ready_whatever_comes_first() -> None:
-    rig = Rig(groups=HYBRID, host_blocks=128)
-    by_group = hybrid_chain(6)
-    rig.manager.touch(in_order(by_group), A)
-    compute(rig, states_at(by_group, 4))
-    compute(rig, by_group[0][2:])
-    settle(rig)
-    assert rig.tier.writes == []
-    compute(rig, by_group[0][:2])
-    settle(rig)
-    assert on_disk(rig, by_group[0]) == 4
-    rig.manager.end_chain(in_order(by_group), [], A)
-    settle(rig)
-    assert on_disk(rig, by_group[0]) == 4
-
-
 def test_states_of_a_request_that_has_ended_may_still_be_on_their_way() -> None:
     rig = Rig(groups=HYBRID, host_blocks=128)
     by_group = hybrid_chain(6)
@@ -360,15 +338,6 @@ def test_a_state_dropped_while_it_is_written_is_no_failure() -> None:
     assert on_disk(rig, by_group[0]) == 6
     assert in_tier(rig, by_group[1]) == in_tier(rig, by_group[2]) == [5]
     assert "tier_write_failures:memory" not in rig.counts()
-
-
-def test_without_a_state_nothing_is_written() -> None:
-    rig = Rig(groups=HYBRID, host_blocks=128)
-    by_group = hybrid_chain(6)
-    compute(rig, by_group[0] + by_group[1])
-    rig.manager.end_chain(in_order(by_group), [], A)
-    settle(rig)
-    assert rig.tier.writes == [], "a request needs a state of each group"
 
 
 def test_kv_behind_a_state_that_cannot_be_written_is_deleted() -> None:
@@ -428,69 +397,6 @@ def test_what_is_written_ends_with_the_last_state(seed: int) -> None:
         usable = [end // sizes[g] - 1 for end in sorted(kept - one_lacks) if end <= hole]
         assert in_tier(rig, keys) == usable
     assert not rig.manager.has_pending_writes
-
-
-# A restart.
-
-
-def test_a_conversation_is_found_on_disk_after_a_restart() -> None:
-    """With an empty tier beside the disk. The first lookup finds the last state, and everything is read at once."""
-    storage = SimulatedStorage(1 << 30, 0)
-    by_group = hybrid_chain(8)
-    kv, states, others = by_group
-    wanted = kv[:7] + states_at(by_group, 7)
-
-    def start(rig: Rig) -> tuple[TieredOffloadingManager, DiskTier]:
-        disk = DiskTier(
-            storage,
-            rig.pools,
-            DiskSettings(
-                "5e" * 32,
-                FIXED_BYTES + SLAB_OVERHEAD_BYTES + 32 * slot_cost(SLOT_BYTES),
-                policy="lru",
-                slab_bytes=32 * SLOT_BYTES,
-            ),
-            executor=rig.executor,
-            clock=rig.clock,
-            wall_clock=rig.clock,
-            random=Random(0).randbytes,
-        )
-        other = SpyTier(rig.pools, 32, rig.executor, rig.clock)
-        manager = TieredOffloadingManager(
-            rig.host, [other, disk], TieringSettings([16.0] * 3, groups=HYBRID), clock=rig.clock
-        )
-        return manager, disk
-
-    rig = Rig(host_blocks=64, groups=HYBRID)
-    manager, _ = start(rig)
-    output = manager.prepare_store(kv + states_at(by_group, 3, 7))
-    assert output is not None
-    for key, slot in zip(output.keys_to_store, output.store_spec.slots.tolist(), strict=True):
-        rig.pools[0][slot] = content(key)
-    manager.complete_store(output.store_spec)
-    manager.end_chain(in_order(by_group), [], A)
-    for _ in range(4):
-        rig.executor.drain()
-        manager.poll()
-    manager.shutdown()
-    rig.executor.drain()
-
-    storage = storage.restart(lambda: None)
-    rig = Rig(host_blocks=64, groups=HYBRID)
-    manager, disk = start(rig)
-    assert lookup_last(manager, states, A) == (6, RETRY)
-    assert manager.lookup_each(others[6:7], A).tolist() == [RETRY]
-    assert manager.lookup(kv[:7], A) is None
-    manager.poll()
-    rig.executor.drain()
-    manager.poll()
-    assert lookup_last(manager, states, A) == (6, HIT)
-    assert manager.lookup_each(others[6:7], A).tolist() == [HIT]
-    assert manager.lookup(kv[:7], A) == 7
-    slots = manager.prepare_load(wanted, A).slots.tolist()
-    assert [bytes(rig.pools[0][slot]) for slot in slots] == [bytes(content(key)) for key in wanted]
-    assert disk.stats().num_blocks == 7 + 4, "the last block of KV is behind the last state"
-    manager.shutdown()
 
 
 @pytest.mark.parametrize("ends", [(6,), (2, 6), (1, 2, 3, 4, 5, 6)])

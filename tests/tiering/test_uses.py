@@ -13,7 +13,8 @@ from kvoffload.cache.slots import HostBackend
 from kvoffload.testing.tier_conformance import make_pools
 from kvoffload.tiering import requests
 from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings
-from kvoffload.tiering.requests import HeldBackUses
+from kvoffload.tiering.requests import RequestChains
+from tests.clock import Clock
 from tests.sim.memory_tier import MemoryTier
 
 KEYS = [bytes([i]) * 36 for i in range(6)]
@@ -23,22 +24,12 @@ def context(name: str = "r") -> ReqContext:
     return ReqContext(name)
 
 
-def test_a_chain_that_was_found_whole_is_held_back_until_the_end() -> None:
-    held = HeldBackUses()
-    assert held.hold_back(np.array([3, 4, -1, 5]), context()) == 0
-    assert held.hold_back(np.array([3, 4]), context("s")) == 2
-    assert held.hold_back(np.array([-1]), context("t")) == 0
-    assert held.hold_back(np.array([], dtype=np.int64), context("u")) == 0
-    assert held.hold_back(np.array([3, 4]), None) == 0
-    assert [held.end(context(name)) for name in "rsstu"] == [0, 2, 0, 0, 0]
-
-
 def test_requests_that_never_end_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requests, "MAX_REQUESTS", 2)
-    held = HeldBackUses()
+    chains = RequestChains((), 1, Clock())
     for name in "abc":
-        held.hold_back(np.array([1]), context(name))
-    assert [held.end(context(name)) for name in "abc"] == [0, 1, 1]
+        assert chains.hold_back(np.array([1]), context(name))
+    assert list(chains._held_back) == ["b", "c"]
 
 
 class WatchedTier(MemoryTier):

@@ -106,20 +106,26 @@ class Backlog:
     def __init__(self, max_keys: int) -> None:
         self._max_keys = max_keys
         self._num_keys = 0
+        """Keys of chains without promised blocks."""
         self._chains: dict[Chain, None] = {}
         """Every chain that is not GONE, the oldest first."""
+        self._by_request: dict[str, Chain] = {}
+        self._fresh: dict[Chain, None] = {}
+        self._started: dict[Chain, None] = {}
+        self._resting: dict[Chain, None] = {}
+        self._queues = {
+            ChainState.FRESH: self._fresh,
+            ChainState.STARTED: self._started,
+            ChainState.RESTING: self._resting,
+        }
+        self._waiting: dict[OffloadKey, dict[Chain, None]] = {}
+        """Chains that are WAITING, by each block that they wait for."""
         self._bringing: dict[OffloadKey, Chain] = {}
         """The chain to which each promised block belongs."""
         self._num_promising = 0
         """Chains with promised blocks."""
         self._urgent: dict[Chain, None] = {}
         """Those of them that are FRESH or STARTED."""
-        self._by_request: dict[str, Chain] = {}
-        self._queues: dict[ChainState, dict[Chain, None]] = {ChainState.STARTED: {}, ChainState.FRESH: {}}
-        self._resting: dict[Chain, None] = {}
-        """Chains that are RESTING."""
-        self._waiting: dict[OffloadKey, dict[Chain, None]] = {}
-        """Chains that are WAITING, by each block that they wait for."""
 
     def __iter__(self) -> Iterator[Chain]:
         return iter(self._chains)
@@ -127,7 +133,7 @@ class Backlog:
     @property
     def is_ready(self) -> bool:
         """Whether there is a chain to be written now, or after a pause."""
-        return bool(self._urgent or self._resting) or any(self._queues.values())
+        return bool(self._fresh or self._started or self._resting)
 
     @property
     def awaited(self) -> Collection[OffloadKey]:
@@ -139,11 +145,8 @@ class Backlog:
 
     def next(self) -> Chain | None:
         """Returns the chain to be written next."""
-        if self._urgent:
-            return next(iter(self._urgent))
-        return next(iter(self._queues[ChainState.STARTED]), None) or next(
-            reversed(self._queues[ChainState.FRESH]), None
-        )
+        first = next(iter(self._urgent), None) or next(iter(self._started), None)
+        return first or next(reversed(self._fresh), None)
 
     def excess(self) -> Chain | None:
         """Returns the chain to be dropped because a bound is exceeded: the oldest, one that is not STARTED if
@@ -165,31 +168,26 @@ class Backlog:
         if not keys:
             return
         self.settle(keys)
-        self._queues.get(chain.state, {}).pop(chain, None)
         chain.promised = set(keys)
         self._bringing.update(dict.fromkeys(chain.promised, chain))
         self._num_promising += 1
         self._num_keys -= len(chain.keys)
-        if chain.state in self._queues:
+        if chain in self._fresh or chain in self._started:
             self._urgent[chain] = None
 
     def settle(self, keys: Collection[OffloadKey]) -> None:
         """``keys`` are promised no more, because the tier has them, or will not get them."""
-        for chain in [self._take(key) for key in keys if key in self._bringing]:
-            if chain is not None:
+        for key in keys:
+            chain = self._bringing.pop(key, None)
+            if chain is None:
+                continue
+            chain.promised.discard(key)
+            if not chain.promised:
                 self._num_promising -= 1
                 self._num_keys += len(chain.keys)
-                if chain in self._urgent:
-                    del self._urgent[chain]
-                    self._queues[chain.state][chain] = None
-                elif chain.state is ChainState.HELD and (chain.is_whole or chain.request is None):
+                self._urgent.pop(chain, None)
+                if chain.state is ChainState.HELD and (chain.is_whole or chain.request is None):
                     self.move(chain, ChainState.GONE)
-
-    def _take(self, key: OffloadKey) -> Chain | None:
-        """Takes a promised block from its chain. Returns the chain if that was the last one."""
-        chain = self._bringing.pop(key)
-        chain.promised.discard(key)
-        return None if chain.promised else chain
 
     def move(self, chain: Chain, state: ChainState, waits_for: Sequence[OffloadKey] = ()) -> None:
         """Brings ``chain`` into ``state``. WAITING, it waits until ``wake`` names one of ``waits_for``."""
@@ -202,14 +200,13 @@ class Backlog:
                 del self._waiting[key]
         self._queues.get(chain.state, {}).pop(chain, None)
         self._urgent.pop(chain, None)
-        self._resting.pop(chain, None)
         if (chain.state is ChainState.GONE) is not (state is ChainState.GONE):
             self._add_or_remove(chain, state)
         chain.state, chain.waits_for = state, waits_for
         if state in self._queues:
-            (self._urgent if chain.promised else self._queues[state])[chain] = None
-        elif state is ChainState.RESTING:
-            self._resting[chain] = None
+            self._queues[state][chain] = None
+            if chain.promised and state is not ChainState.RESTING:
+                self._urgent[chain] = None
         for key in waits_for:
             self._waiting.setdefault(key, {})[chain] = None
 
@@ -249,20 +246,14 @@ class Backlog:
 
     def check_integrity(self) -> None:
         """Raises IntegrityError if a chain is in the wrong queue, or the keys are miscounted."""
-        states: dict[Chain, ChainState] = {
-            chain: chain.state for chain in self._chains if chain.state is ChainState.HELD
-        }
-        states |= dict.fromkeys(self._resting, ChainState.RESTING)
-        states |= {chain: state for state, queue in self._queues.items() for chain in queue}
-        states |= {chain: chain.state for chain in self._urgent}
-        for waiting in self._waiting.values():
-            states |= dict.fromkeys(waiting, ChainState.WAITING)
-        if states != {chain: chain.state for chain in self._chains}:
+        queued = {chain: state for state, queue in self._queues.items() for chain in queue}
+        queued |= dict.fromkeys((chain for waiting in self._waiting.values() for chain in waiting), ChainState.WAITING)
+        if queued != {chain: chain.state for chain in self._chains if chain.state is not ChainState.HELD}:
             raise IntegrityError("a chain of the backlog is in no queue, or in the wrong one")
         if self._num_keys != sum(len(chain.keys) for chain in self._chains if not chain.promised):
             raise IntegrityError("the backlog has miscounted the keys of its chains")
         promised = {key: chain for chain in self._chains for key in chain.promised}
         if self._bringing != promised or self._num_promising != len(set(promised.values())):
             raise IntegrityError("a promised block belongs to no chain, or to several")
-        if any(chain.promised for queue in self._queues.values() for chain in queue):
+        if self._urgent.keys() != {chain for chain in (*self._fresh, *self._started) if chain.promised}:
             raise IntegrityError("a chain with promised blocks does not come first")

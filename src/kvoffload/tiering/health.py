@@ -18,8 +18,8 @@ from typing import NamedTuple
 from kvoffload.abc import Ability, OffloadKey, TierError
 from kvoffload.tiering.events import Count, TierGauges
 from kvoffload.tiering.guard import GuardedTier
-from kvoffload.tiering.promotion import Promotion, ReadBatch
 from kvoffload.tiering.rates import Ended, ReadEstimator
+from kvoffload.tiering.waits import ReadBatch, Wait
 from kvoffload.tiering.writes import WriteThrough
 
 logger = logging.getLogger(__name__)
@@ -399,11 +399,11 @@ class TierState:
 
     # Reads.
 
-    def begin_reads(self, slots: Mapping[OffloadKey, int], promotions: Iterable[Promotion], now: float) -> None:
+    def begin_reads(self, slots: Mapping[OffloadKey, int], waits: Iterable[Wait], now: float) -> None:
         """Notes that the tier was given these blocks to read into these host slots, by ``tier.read``."""
         if slots:
             self.read_health.begun(now, self.num_reading)
-            self.reads.update(dict.fromkeys(slots, ReadBatch(dict(slots), dict.fromkeys(promotions))))
+            self.reads.update(dict.fromkeys(slots, ReadBatch(dict(slots), dict.fromkeys(waits))))
 
     def choose_probe(self, key: OffloadKey | None, now: float) -> None:
         self.probe, self._probe_since = key, now

@@ -1,12 +1,12 @@
-"""Lookups in the manager: which blocks the host and the lower tiers hold, whether or not a tier answers in time, and
-which of them are loaded, because that is faster than computing them.
+"""Which blocks a request can have: what the host and the lower tiers hold, whether or not a tier answers in time, and
+what of it is loaded, because there is room for it and that is faster than computing it.
 
 Each answers one question of ``connector/hits.py`` about keys; ``connector/lookups.py`` answers the request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -15,14 +15,13 @@ import numpy.typing as npt
 
 from kvoffload.abc import Awaited, KVGroup, Miss, MissReason, Need, OffloadKey, States
 from kvoffload.abc.tier import HIT, MISS, PENDING, RETRY
-from kvoffload.cache.keys import key_group_idx
+from kvoffload.cache.keys import key_group_idx, num_of_group
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.misses import MissMemory
 from kvoffload.tiering.health import TierState
 from kvoffload.tiering.plan import ChainLayout
-from kvoffload.tiering.promoter import Promoter
-from kvoffload.tiering.promotion import NONE, Located, Promotion, Sources
 from kvoffload.tiering.rates import LoadOrCompute
+from kvoffload.tiering.waits import PROMOTION_SHARE, Wait, Waits
 
 LOOK_AGAIN_S = 0.005
 """The least time between two looks for a block that another server hands over."""
@@ -31,16 +30,35 @@ LOOK_AGAIN_SHARE = 0.25
 FIRST_CHUNK = 256
 """Keys that are looked up at once at first; doubled while all are found."""
 
+Sources = npt.NDArray[np.int8]
+"""By block, the index of the tier that holds it."""
+
+
+class Located(NamedTuple):
+    """Blocks in the order of their chain. ``sources[i]`` is the index of the tier that holds ``keys[i]``."""
+
+    keys: list[OffloadKey]
+    sources: Sources
+
+    @property
+    def by_key(self) -> dict[OffloadKey, int]:
+        return dict(zip(self.keys, self.sources.tolist(), strict=True))
+
+
+NONE = Located([], np.zeros(0, dtype=np.int8))
+"""No blocks."""
+
 
 @dataclass(slots=True, eq=False)
 class TierSearch:
-    """A lookup in ``host`` and then in ``tiers``, the fastest first, by a request with ``promotion``."""
+    """A lookup in ``host`` and then in ``tiers``, the fastest first, by a request with ``wait``."""
 
     host: PolicyOffloadingManager
     tiers: Sequence[TierState]
     reasons: MissMemory
+    gate: LoadGate
     now: float
-    promotion: Promotion | None = None
+    wait: Wait | None = None
     awaited: Awaited | None = None
     """What another server hands over to the request."""
     expecting: set[int] = field(default_factory=set)
@@ -49,30 +67,96 @@ class TierSearch:
     """Whether some tier must be asked again."""
 
 
-class FoundRun(NamedTuple):
-    """The leading blocks of a chain that the host or a tier holds."""
+class LoadGate:
+    """Judges what was found: by the room that ``waits`` have, by ``rates``, and by what tiers read before it.
 
-    num_ready: int
-    """Leading blocks that the host can load now."""
-    below: Located
-    """Blocks behind them that must be promoted first, as many as the request may have."""
-    is_unanswered: bool
-    """Whether a tier must be asked again for the block at which the run ends."""
+    A state saves nothing by itself. So it is first compared with all tokens up to it, and then the KV of these tokens
+    is judged together with the states that the request wants.
+    """
+
+    def __init__(
+        self,
+        host: PolicyOffloadingManager,
+        tiers: Sequence[TierState],
+        groups: Sequence[KVGroup],
+        waits: Waits,
+        rates: LoadOrCompute,
+        reasons: MissMemory,
+    ) -> None:
+        self._host = host
+        self._tiers = tiers
+        self._layout = ChainLayout(groups)
+        self._num_full = max(1, sum(group.is_full for group in groups))
+        self._waits = waits
+        self.rates = rates
+        self._reasons = reasons
+
+    def search(self, now: float, wait: Wait | None = None, awaited: Awaited | None = None) -> TierSearch:
+        return TierSearch(self._host, self._tiers, self._reasons, self, now, wait, awaited)
+
+    def room_for(self, wait: Wait | None, key: OffloadKey, in_all: bool = False) -> int:
+        """Returns how many more blocks the request, which wants ``key``, may have promoted: of the KV cache group of
+        ``key``, which has no states, or ``in_all``. A request needs one state of each of the others."""
+        pinned = () if wait is None else wait.pinned
+        most = max(1, int(self._host.most_blocks(key) * PROMOTION_SHARE))
+        num_groups, num_states = len(self._layout.groups), self._layout.num_states
+        if in_all or num_groups == 1:
+            return most - len(pinned)
+        share = (most - num_states) // max(1, num_groups - num_states)
+        return share - num_of_group(pinned, key_group_idx(key))
+
+    def worth_loading(self, search: TierSearch, below: Located) -> Located:
+        """Returns the leading blocks of a run that are to be loaded; the rest is faster to compute. With states all of
+        it is loaded, or nothing: then the request that waits does not want its states any more."""
+        wait, num_ahead, num_states = search.wait, [], []
+        for tier in search.tiers:
+            # What the request itself wants is judged with its blocks. Groups with full attention share its states.
+            own = [] if wait is None else [key for key, source in wait.wanted.items() if source == tier.index]
+            num_ahead.append(self._num_ahead(tier) - len(own))
+            if self._layout.num_states:
+                groups = [self._layout.groups[key_group_idx(key)] for key in own]
+                num_states.append(sum(group.state for group in groups) / self._num_full)
+        num_loaded = self.rates.num_worth_loading(
+            key_group_idx(below.keys[0]),
+            below.sources,
+            num_ahead,
+            [tier.estimator for tier in search.tiers],
+            search.now,
+            num_states or None,
+        )
+        search.reasons.record(below.keys[num_loaded : num_loaded + 1], MissReason.FASTER_TO_COMPUTE)
+        if not num_loaded and wait is not None:
+            self._waits.end(wait)
+        return Located(below.keys[:num_loaded], below.sources[:num_loaded])
+
+    def is_state_worth_loading(self, search: TierSearch, state: Located, num_units: int) -> bool:
+        """Returns whether a state in a tier takes less time to load than the tokens of ``num_units`` to compute, which
+        lie between it and the last one in the host."""
+        tier = search.tiers[int(state.sources[0])]
+        is_worth = self.rates.is_worth_loading(
+            num_units * self._layout.unit_tokens,
+            self._layout.num_states,
+            self._num_ahead(tier),
+            tier.estimator,
+            search.now,
+        )
+        if not is_worth:
+            search.reasons.record(state.keys, MissReason.FASTER_TO_COMPUTE)
+        return is_worth
+
+    def _num_ahead(self, tier: TierState) -> int:
+        """Returns how many blocks the tier is to read before others."""
+        return tier.num_reading + self._waits.reads.num_queued[tier.index]
 
 
-class Last(NamedTuple):
-    """The last block of a list that the host or a tier holds, or may hold."""
-
-    at: int
-    """Its index in the list, or -1."""
-    in_host: int
-    """The index of the last block that the host can load now, or -1."""
-    below: Located
-    """The block, if a tier holds it. It must be promoted first."""
+def find_hit(search: TierSearch, keys: Sequence[OffloadKey], need: Need) -> tuple[States, Located]:
+    """Answers a request that may wait. Returns the states of ``keys``, and the blocks to be promoted for it."""
+    find = {Need.RUN: _find_run, Need.LAST: _find_last, Need.ALL: _find_all}[need]
+    return find(search, keys)
 
 
-def find_run(search: TierSearch, keys: Sequence[OffloadKey], promoter: Promoter) -> FoundRun:
-    """Returns the leading blocks of ``keys``, all of one KV cache group, that the request can have."""
+def _find_run(search: TierSearch, keys: Sequence[OffloadKey]) -> tuple[States, Located]:
+    """Finds the leading blocks of ``keys``, all of one KV cache group."""
     num_ready = room = len(keys)
     found: list[OffloadKey] = []
     sources: list[Sources] = []
@@ -84,7 +168,7 @@ def find_run(search: TierSearch, keys: Sequence[OffloadKey], promoter: Promoter)
         if len(below):
             if num_ready == len(keys):
                 num_ready = start + int(below[0])
-                room = max(0, promoter.room_for(search.promotion, keys[num_ready]))
+                room = max(0, search.gate.room_for(search.wait, keys[num_ready]))
             states[below], holders = states_below(search, keys, start + below, states[below])
             missing = np.flatnonzero(states != HIT)
             end = int(missing[0]) if len(missing) else len(chunk)
@@ -95,30 +179,71 @@ def find_run(search: TierSearch, keys: Sequence[OffloadKey], promoter: Promoter)
                 is_unanswered = bool(states[end] == RETRY)
                 break
         start, size = start + size, size * 2
-    holders = np.concatenate(sources) if sources else np.zeros(0, dtype=np.int8)
-    return FoundRun(num_ready, Located(found[:room], holders[:room]), is_unanswered)
+    run = Located(found[:room], np.concatenate(sources)[:room]) if sources else NONE
+    is_unanswered &= not run.keys
+    if run.keys and search.awaited is None:
+        run = search.gate.worth_loading(search, run)
+    states = np.zeros(len(keys), dtype=np.uint8)
+    states[:num_ready] = HIT
+    if run.keys or is_unanswered:
+        states[num_ready] = RETRY
+    return states, run
 
 
-def find_last(search: TierSearch, keys: Sequence[OffloadKey]) -> Last:
-    """Returns the last of ``keys`` that the host or a tier holds, or for which a tier must be asked again. Tiers are
+def _find_last(search: TierSearch, keys: Sequence[OffloadKey]) -> tuple[States, Located]:
+    """Finds the last of ``keys`` that the host or a tier holds, or for which a tier must be asked again. Tiers are
     asked only for those behind the last one in the host."""
-    states = host_states(search, keys)
-    ready = np.flatnonzero(states == HIT)
+    there = host_states(search, keys)
+    ready = np.flatnonzero(there == HIT)
     in_host = int(ready[-1]) if len(ready) else -1
+    states, coming = np.zeros(len(keys), dtype=np.uint8), NONE
+    if in_host >= 0:
+        states[in_host] = HIT
     behind = np.arange(in_host + 1, len(keys))
     if len(behind):
-        found, sources = states_below(search, keys, behind, states[behind])
-        possible = np.flatnonzero((found == HIT) | (found == RETRY))
+        in_tiers, sources = states_below(search, keys, behind, there[behind])
+        possible = np.flatnonzero((in_tiers == HIT) | (in_tiers == RETRY))
         if len(possible):
             last = int(possible[-1])
-            at = in_host + 1 + last
-            return Last(at, in_host, Located([keys[at]], sources[[last]]) if found[last] == HIT else NONE)
-    return Last(in_host, in_host, NONE)
+            at, is_found = in_host + 1 + last, in_tiers[last] == HIT
+            state = Located([keys[at]], sources[[last]])
+            if is_found and (
+                search.awaited is not None or search.gate.is_state_worth_loading(search, state, at - in_host)
+            ):
+                coming = _with_room(search, state)
+            if coming.keys or not is_found:
+                states[at] = RETRY
+    return states, coming
+
+
+def _find_all(search: TierSearch, keys: Sequence[OffloadKey]) -> tuple[States, Located]:
+    states, coming = host_states(search, keys), NONE
+    below = np.flatnonzero(states != HIT)
+    if len(below):
+        found, sources = states_below(search, keys, below, states[below])
+        is_found = found == HIT
+        if is_found.any() and (is_found | (found == RETRY)).all():
+            there = Located([keys[i] for i in below[is_found].tolist()], sources[is_found])
+            coming = _with_room(search, there)
+            if not coming.keys:
+                found[is_found] = MISS
+        found[found == HIT] = RETRY
+        states[below] = found
+    return states, coming
+
+
+def _with_room(search: TierSearch, coming: Located) -> Located:
+    """Returns ``coming`` if it may be promoted with what the request waits for. If not, remembers why it is missing."""
+    wanted = set(coming.keys).union(() if search.wait is None else search.wait.wanted)
+    if len(wanted) <= search.gate.room_for(search.wait, coming.keys[0], in_all=True):
+        return coming
+    search.reasons.record(coming.keys, MissReason.TOO_LARGE)
+    return NONE
 
 
 def host_states(search: TierSearch, keys: Sequence[OffloadKey]) -> States:
     """Returns the states of ``keys`` in the host. Those that are pinned for the request are not looked up again."""
-    pinned = () if search.promotion is None else search.promotion.pinned
+    pinned = () if search.wait is None else search.wait.pinned
     if not pinned:
         return search.host.table.states(keys)
     is_pinned = np.fromiter(map(pinned.__contains__, keys), np.bool_, len(keys))
@@ -204,146 +329,6 @@ def _until_handed_over(
         states = states.copy()
         states[lacking] = RETRY
     return states
-
-
-class LoadGate:
-    """Judges hits by ``rates``, by what ``tiers`` are reading already, and by what ``promoter`` has queued.
-
-    A state saves nothing by itself. So it is first compared with all tokens up to it, and then the KV of these tokens
-    is judged together with the states that the request wants.
-    """
-
-    def __init__(
-        self,
-        tiers: Sequence[TierState],
-        groups: Sequence[KVGroup],
-        promoter: Promoter,
-        rates: LoadOrCompute,
-        reasons: MissMemory,
-        clock: Callable[[], float],
-    ) -> None:
-        self._tiers = tiers
-        self._layout = ChainLayout(groups)
-        self._num_full = max(1, sum(group.is_full for group in groups))
-        self._promoter = promoter
-        self._rates = rates
-        self._reasons = reasons
-        self._clock = clock
-
-    def worth_loading(self, below: Located, promotion: Promotion | None) -> Located:
-        """Returns the leading blocks of a run that are to be loaded; the rest is faster to compute. With states all of
-        it is loaded, or nothing: then the request that waits with ``promotion`` does not want its states any more."""
-        num_ahead, num_states = [], []
-        for tier in self._tiers:
-            # What the request itself wants is judged with its blocks. Groups with full attention share its states.
-            its_own = 0 if promotion is None else int(promotion.num_wanted[tier.index])
-            num_ahead.append(self._num_ahead(tier) - its_own)
-            num_states.append(self._num_states(promotion, tier) / self._num_full if its_own else 0.0)
-        num_loaded = self._rates.num_worth_loading(
-            key_group_idx(below.keys[0]),
-            below.sources,
-            num_ahead,
-            [tier.estimator for tier in self._tiers],
-            self._clock(),
-            num_states if self._layout.num_states else None,
-        )
-        self._reasons.record(below.keys[num_loaded : num_loaded + 1], MissReason.FASTER_TO_COMPUTE)
-        if not num_loaded and promotion is not None and promotion.is_waiting:
-            self._promoter.withdraw(promotion)
-        return Located(below.keys[:num_loaded], below.sources[:num_loaded])
-
-    def is_state_worth_loading(self, last: Last) -> bool:
-        """Returns whether a state in a tier takes less time to load than the tokens to compute between it and the last
-        one in the host."""
-        tier = self._tiers[int(last.below.sources[0])]
-        is_worth = self._rates.is_worth_loading(
-            (last.at - last.in_host) * self._layout.unit_tokens,
-            self._layout.num_states,
-            self._num_ahead(tier),
-            tier.estimator,
-            self._clock(),
-        )
-        if not is_worth:
-            self._reasons.record(last.below.keys, MissReason.FASTER_TO_COMPUTE)
-        return is_worth
-
-    def _num_ahead(self, tier: TierState) -> int:
-        """Returns how many blocks the tier is to read before others."""
-        return tier.num_reading + self._promoter.num_queued(tier)
-
-    def _num_states(self, promotion: Promotion | None, tier: TierState) -> int:
-        """Returns how many states of the tier the request wants."""
-        if promotion is None or not self._layout.num_states:
-            return 0
-        groups, wanted = self._layout.groups, promotion.wanted
-        return sum(
-            groups[key_group_idx(key)].state
-            for key, source in zip(wanted.keys, wanted.sources.tolist(), strict=True)
-            if source == tier.index
-        )
-
-
-def find_hit(
-    search: TierSearch, keys: Sequence[OffloadKey], need: Need, promoter: Promoter, gate: LoadGate
-) -> tuple[States, Located]:
-    """Answers a request that may wait. Returns the states of ``keys``, and the blocks to be promoted for it."""
-    find = {Need.RUN: _look_up_run, Need.LAST: _look_up_last, Need.ALL: _look_up_all}[need]
-    return find(search, keys, promoter, gate)
-
-
-def _look_up_run(
-    search: TierSearch, keys: Sequence[OffloadKey], promoter: Promoter, gate: LoadGate
-) -> tuple[States, Located]:
-    run = find_run(search, keys, promoter)
-    states = np.zeros(len(keys), dtype=np.uint8)
-    states[: run.num_ready] = HIT
-    worth = run.below
-    if run.below.keys and search.awaited is None:
-        worth = gate.worth_loading(run.below, search.promotion)
-    if worth.keys or (run.is_unanswered and not run.below.keys):
-        states[run.num_ready] = RETRY
-    return states, worth
-
-
-def _look_up_all(
-    search: TierSearch, keys: Sequence[OffloadKey], promoter: Promoter, gate: LoadGate
-) -> tuple[States, Located]:
-    states, coming = host_states(search, keys), NONE
-    below = np.flatnonzero(states != HIT)
-    if len(below):
-        found, sources = states_below(search, keys, below, states[below])
-        is_found = found == HIT
-        if is_found.any() and (is_found | (found == RETRY)).all():
-            there = Located([keys[i] for i in below[is_found].tolist()], sources[is_found])
-            coming = _with_room(search, there, promoter)
-            if not coming.keys:
-                found[is_found] = MISS
-        found[found == HIT] = RETRY
-        states[below] = found
-    return states, coming
-
-
-def _look_up_last(
-    search: TierSearch, keys: Sequence[OffloadKey], promoter: Promoter, gate: LoadGate
-) -> tuple[States, Located]:
-    last, coming = find_last(search, keys), NONE
-    states = np.zeros(len(keys), dtype=np.uint8)
-    if last.in_host >= 0:
-        states[last.in_host] = HIT
-    if last.below.keys and (search.awaited is not None or gate.is_state_worth_loading(last)):
-        coming = _with_room(search, last.below, promoter)
-    if last.at > last.in_host and (coming.keys or not last.below.keys):
-        states[last.at] = RETRY
-    return states, coming
-
-
-def _with_room(search: TierSearch, coming: Located, promoter: Promoter) -> Located:
-    """Returns ``coming`` if it may be promoted with what the request waits for. If not, remembers why it is missing."""
-    wanted = set(coming.keys).union(() if search.promotion is None else search.promotion.wanted.keys)
-    if len(wanted) <= promoter.room_for(search.promotion, next(iter(wanted), b""), in_all=True):
-        return coming
-    search.reasons.record(coming.keys, MissReason.TOO_LARGE)
-    return NONE
 
 
 def explain_miss(key: OffloadKey, host: Miss, own: Miss, tiers: Sequence[TierState]) -> Miss:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from itertools import compress
 
 import numpy as np
-import numpy.typing as npt
 
 from kvoffload.abc import (
     Admission,
@@ -29,7 +28,6 @@ from kvoffload.abc import (
     PrepareStoreOutput,
     ReqContext,
     Retained,
-    RetainRefusal,
     States,
     Tier,
     TieredManager,
@@ -43,13 +41,13 @@ from kvoffload.tiering.chains import BACKLOG_SHARE
 from kvoffload.tiering.events import TierCounts
 from kvoffload.tiering.guard import GuardedTier
 from kvoffload.tiering.health import Deadlines, TierState
-from kvoffload.tiering.lookup import LoadGate, TierSearch, explain_miss, find_hit, states_below
+from kvoffload.tiering.lookup import LoadGate, explain_miss, find_hit, states_below
 from kvoffload.tiering.prefetch import Prefetcher
-from kvoffload.tiering.promoter import Promoter
 from kvoffload.tiering.rates import LoadOrCompute, Origins, ReadEstimator, by_direction
 from kvoffload.tiering.requests import RequestChains
 from kvoffload.tiering.steps import TierSteps
 from kvoffload.tiering.unwritten import UnwrittenPins
+from kvoffload.tiering.waits import Waits, WaitState
 from kvoffload.tiering.writes import WriteSettings, WriteThrough
 
 WRITE_SHARE = 0.125
@@ -100,11 +98,10 @@ class TieredOffloadingManager(TieredManager):
     """A manager with ``host`` in front of ``tiers``, the fastest first.
 
     Chains that requests touch or store are written through to every tier, see WriteThrough. A lookup that finds blocks
-    below the host answers RETRY, and ``poll`` starts to promote them, together for all lookups of a step and each key
-    at most once at a time, see Promoter. A request that has waited for ``load_deadline_ms`` gets the blocks that have
-    arrived. Promoted blocks stay pinned for the requests that waited for them until these are given device blocks or
-    end. Without a context, or with one that may not wait, only host memory is consulted. A tier that fails or hangs is
-    paused and tested, see CircuitBreaker. After a reset, a shared tier is not used any more.
+    below the host answers RETRY, and the request waits, see Waits: ``poll`` begins to read them, together for all
+    lookups of a step and each key at most once at a time. Without a context, or with one that may not wait, only host
+    memory is consulted. A tier that fails or hangs is paused and tested, see CircuitBreaker. After a reset, a shared
+    tier is not used any more.
 
     Make ``host`` with ``must_store``: nothing behind a block that its policy refuses is written to a tier. ``random``
     returns numbers from 0 to 1. If ``host`` has events, so have the tiers.
@@ -121,7 +118,6 @@ class TieredOffloadingManager(TieredManager):
     ) -> None:
         self.host = host
         self._counts = TierCounts()
-        self._moved = MovedBytes(settings.tenants) if settings.tenants is not None and settings.tenants.names else None
         self._origins = Origins()
         self._clock = clock
         guarded = [GuardedTier(tier, host.history.has_events) for tier in tiers]
@@ -129,34 +125,14 @@ class TieredOffloadingManager(TieredManager):
         self.tiers = _make_states(host, guarded, settings, self._unwritten, self._counts, self._origins, clock, random)
         """State of each tier; read only."""
         self._reasons = MissMemory(clock=clock)
-        self._promoter = Promoter(
-            host,
-            self.tiers,
-            groups=settings.kv_groups,
-            deadline_s=settings.load_deadline_ms / 1000,
-            count=self._counts.add,
-            reasons=self._reasons,
-            clock=clock,
-        )
-        self._rates = LoadOrCompute(settings.tokens_per_block, always_load=not settings.load_only_if_faster)
-        self._gate = LoadGate(self.tiers, settings.kv_groups, self._promoter, self._rates, self._reasons, clock)
+        self._waits = Waits(host, self.tiers, settings.load_deadline_ms / 1000, self._counts.add, self._reasons, clock)
+        rates = LoadOrCompute(settings.tokens_per_block, always_load=not settings.load_only_if_faster)
+        self._gate = LoadGate(host, self.tiers, settings.kv_groups, self._waits, rates, self._reasons)
         max_writing = max(1, int(host.num_blocks * settings.write_share) // max(1, len(tiers)))
         self._chains = RequestChains(self.tiers, max_writing, clock)
-        self._steps = TierSteps(
-            self.tiers, self._promoter, self._chains, self._origins, self._moved, clock, self._note_written
-        )
-        self._on_device: set[OffloadKey] = set()
-        """What the device holds of the requests that have ended, if ``host`` does not repeat it."""
-        self.prefetcher = Prefetcher(
-            host,
-            self.tiers,
-            self._promoter,
-            self._gate,
-            count=self._counts.add,
-            reasons=self._reasons,
-            clock=clock,
-            is_on_device=self._on_device.__contains__,
-        )
+        moved = MovedBytes(settings.tenants) if settings.tenants is not None and settings.tenants.names else None
+        self._steps = TierSteps(host, self.tiers, self._waits, self._chains, self._origins, moved, clock)
+        self.prefetcher = Prefetcher(host, self._waits, self._gate, self._counts.add, clock, self._steps.on_device)
 
     # Lookup. ``lookup`` is the contract's: it calls ``lookup_each`` with Need.RUN.
 
@@ -165,18 +141,18 @@ class TieredOffloadingManager(TieredManager):
     ) -> States:
         if req_context is None or not req_context.may_wait:
             return self.host.lookup_each(keys, req_context, need)
-        promotion = self._promoter.get(req_context)
-        if promotion is not None and not promotion.may_want_more:
+        wait = self._waits.get(req_context)
+        if wait is not None and wait.state(self._waits.step) in (WaitState.QUEUED, WaitState.READING):
             return np.full(len(keys), RETRY, dtype=np.uint8)
-        if self._steps.is_off or not self._promoter.may_wait(promotion):
+        if self._steps.is_off or not self._waits.may_ask(wait):
             return self.host.lookup_each(keys, req_context, need)
         if self.host.admission is not None:
             self.host.admission.count(keys, req_context)
-        search = TierSearch(self.host, self.tiers, self._reasons, self._clock(), promotion, req_context.awaited)
-        states, coming = find_hit(search, keys, need, self._promoter, self._gate)
-        self._steps.is_asking |= search.is_unanswered
+        search = self._gate.search(self._clock(), wait, req_context.awaited)
+        states, coming = find_hit(search, keys, need)
+        self._steps.may_change |= search.is_unanswered
         if coming.keys:
-            self._chains.waits(self._promoter.promote(coming, req_context))
+            self._chains.waits(self._waits.begin(coming.by_key, req_context))
         return states
 
     def states(self, keys: Sequence[OffloadKey], chain: Sequence[OffloadKey] = ()) -> States:
@@ -186,23 +162,23 @@ class TieredOffloadingManager(TieredManager):
         states = self.host.table.states(keys)
         below = np.flatnonzero(states != HIT)
         if len(below):
-            search = TierSearch(self.host, self.tiers, self._reasons, self._clock())
+            search = self._gate.search(self._clock())
             states[below], _ = states_below(search, [*keys, *chain], below, states[below])
-            self._steps.is_asking |= search.is_unanswered
+            self._steps.may_change |= search.is_unanswered
             states[states == PENDING] = RETRY
         return states
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
-        self._rates.observe_prefill(num_tokens, seconds)
+        self._gate.rates.observe_prefill(num_tokens, seconds)
 
     def release_request(self, req_context: ReqContext) -> Mapping[str, Sequence[OffloadKey]]:
         if self.prefetcher.expected:
             self.prefetcher.forget(req_context)
-        promotion = self._promoter.release(req_context)
-        if promotion is None:
+        wait = self._waits.release(req_context)
+        if wait is None:
             return {}
-        self._chains.released(promotion)
-        return promotion.promoted
+        self._chains.released(wait)
+        return wait.promoted
 
     # Steps.
 
@@ -219,7 +195,7 @@ class TieredOffloadingManager(TieredManager):
         changed = self._steps.poll()
         if timeout_s > 0:
             changed |= self._steps.wait(timeout_s)
-        self._steps.is_asking = False
+        self._steps.may_change = False
         return changed
 
     def switch_off_tiers(self, reason: str) -> None:
@@ -239,19 +215,19 @@ class TieredOffloadingManager(TieredManager):
     @property
     def num_promotions(self) -> int:
         """Requests that wait for lower tiers, or for which promoted blocks may be pinned."""
-        return len(self._promoter)
+        return len(self._waits)
 
     @property
     def max_promoted(self) -> int:
         """Blocks that may be read from lower tiers, or pinned after that, at a time."""
-        return self._promoter.max_blocks
+        return self._waits.max_blocks
 
     # Loads and stores.
 
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> LoadStoreSpec:
         if req_context is None:
             return self.host.prepare_load(keys)
-        return self._promoter.take_pins(keys, req_context)
+        return self._waits.take_pins(keys, req_context)
 
     def complete_load(
         self, blocks: LoadStoreSpec | Sequence[OffloadKey], req_context: ReqContext | None = None
@@ -268,7 +244,17 @@ class TieredOffloadingManager(TieredManager):
             self.prefetcher.used(keys, req_context)
         found = self.host.table.find(keys)
         self.host.touch(keys, req_context, chain, found)
-        self._chains.touch(keys, found, req_context, chain)
+        # With states, a request's chain has other keys at its end than at its begin.
+        is_held_back = chain is None and self._chains.hold_back(found, req_context)
+        if chain is None:
+            chain = keys
+        for tier in self.tiers:
+            if tier.can_read or tier.takes_chains:
+                tier.writes.count_request(chain, req_context)
+                if not is_held_back:
+                    tier.tier.touch(keys)
+        if not is_held_back:
+            self._chains.touch(chain, found, req_context)
 
     def end_chain(
         self,
@@ -286,53 +272,16 @@ class TieredOffloadingManager(TieredManager):
     def retain(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Retained:
         """Retains ``keys`` in the first tier whose quota has room for all of them, host memory first."""
         hints = req_context.hints
-        if hints is None or (hints.retain_s is None and not hints.drop):
-            return Retained(None)
         answer = self.host.retain(keys, req_context)
-        asked = [tier for tier in self.tiers if not tier.is_off]
-        if hints.drop or not hints.retain_s:
-            for tier in asked if hints.session is not None else ():
-                tier.tier.retain((), hints.session, 0.0)
+        if hints is None or (hints.retain_s is None and not hints.drop):
             return answer
-        for tier in asked if answer.refusal not in (None, RetainRefusal.NOTHING) else ():
-            refusal = self._retain_in(tier, keys, hints.session, hints.retain_s)
-            if refusal is None:
-                return Retained(None, tier.name, len(keys))
-            if refusal is not RetainRefusal.NO_QUOTA:
-                answer = Retained(refusal)
-        return answer
+        return self._unwritten.retain_below(self.tiers, keys, hints, answer)
 
     def hand_over(self, keys: Sequence[OffloadKey]) -> HandedOver:
-        """Blocks that a tier has not got yet stay in host memory until it has, if there is room for all of them."""
-        places, most = dict[str, str](), 0
-        for tier in self.tiers:
-            if not (tier.tier.is_shared and tier.takes_chains and tier.tier.stats().capacity_bytes != 0):
-                continue
-            lacking = list(compress(keys, (tier.tier.contains(keys) != HIT).tolist()))
-            num_waiting = len(self._unwritten.with_room(lacking)) if lacking else 0
-            if num_waiting < len(lacking):
-                most = max(most, keys.index(lacking[num_waiting]))
-            else:
-                places[tier.name], most = tier.tier.hand_over(keys), len(keys)
-                self._unwritten.of_tiers[tier.index].add(lacking)
-        return HandedOver(places, most)
+        return self._unwritten.hand_over(self.tiers, keys)
 
     def expect(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         self.prefetcher.expect_now(keys, req_context)
-
-    def _retain_in(
-        self, tier: TierState, keys: Sequence[OffloadKey], session: int | None, seconds: float
-    ) -> RetainRefusal | None:
-        """Retains ``keys`` in a tier. What it has not got yet stays in host memory until it is written."""
-        lacking = list(compress(keys, (tier.tier.contains(keys) != HIT).tolist()))
-        # A tenant that may have nothing retained is told so.
-        may_wait = tier.takes_chains and lacking and len(self._unwritten.with_room(lacking)) == len(lacking)
-        if lacking and not may_wait and self._unwritten.may_retain(lacking[0]):
-            return RetainRefusal.NOT_WRITTEN
-        refusal = tier.tier.retain(keys, session, seconds)
-        if refusal is None:
-            self._unwritten.of_tiers[tier.index].add(lacking)
-        return refusal
 
     def prepare_store(
         self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, offer: Offer = Offer.COMPUTED
@@ -341,27 +290,11 @@ class TieredOffloadingManager(TieredManager):
         is_promised = req_context is not None and (req_context.goes_on or (hints is not None and hints.retain_s))
         if self.host.is_behind_device and keys and offer is not Offer.LEAVING and not is_promised:
             # What leaves the device is stored then. Before, only the tiers need it.
-            keys = list(compress(keys, (~self._are_written(keys)).tolist()))
+            keys = list(compress(keys, (~self._steps.are_written(keys)).tolist()))
         return self.host.prepare_store(keys, req_context, offer)
 
     def note_device(self, held: Sequence[OffloadKey] = (), left: Sequence[OffloadKey] = ()) -> None:
-        """Of what the device holds, blocks leave the host first when all tiers have them."""
-        self._on_device.difference_update(left)
-        self._on_device.update(held)
-        written = list(compress(held, self._are_written(held).tolist())) if held else []
-        self.host.note_device(written, left)
-
-    def _note_written(self, keys: Sequence[OffloadKey]) -> None:
-        if not self._on_device.isdisjoint(keys):
-            self.note_device(held=[key for key in keys if key in self._on_device])
-
-    def _are_written(self, keys: Sequence[OffloadKey]) -> npt.NDArray[np.bool_]:
-        """Returns which of ``keys`` all tiers hold, or will not be given."""
-        written = np.ones(len(keys), dtype=np.bool_)
-        for tier in self.tiers:
-            if not tier.is_off:
-                written &= tier.writes.is_done(keys)
-        return written
+        self._steps.note_device(held, left)
 
     def complete_store(
         self,
@@ -398,7 +331,7 @@ class TieredOffloadingManager(TieredManager):
                 yield from tier.tier.events.take()
 
     def take_counts(self) -> Mapping[str, float]:
-        now, moved = self._clock(), {} if self._moved is None else self._moved.take()
+        now, moved = self._clock(), {} if self._steps.moved is None else self._steps.moved.take()
         gauges = [each for tier in self.tiers for each in tier.take_gauges(now).items()]
         return {**self.host.take_counts(), **self._counts.take(), **moved, **dict(gauges)}
 
@@ -406,9 +339,9 @@ class TieredOffloadingManager(TieredManager):
         return explain_miss(key, self.host.explain_miss(key), self._reasons.explain(key), self.tiers)
 
     def drop(self, keys: Sequence[OffloadKey], only_host: bool = False) -> None:
-        self._promoter.drop(keys)
+        self._waits.drop(keys)
         if self.prefetcher.expected or self.prefetcher.held:
-            self.prefetcher.blocks.drop(keys)
+            self.prefetcher.blocks.let_go(keys)
         self.host.drop(keys)
         for tier in self.tiers if not only_host else ():
             tier.tier.delete(keys)
@@ -431,7 +364,7 @@ class TieredOffloadingManager(TieredManager):
 
     def _reset_host(self) -> None:
         self.prefetcher.clear()
-        self._promoter.release_all()
+        self._waits.release_all()
         self._chains.clear()
         self.host.reset()
 
@@ -464,7 +397,7 @@ class TieredOffloadingManager(TieredManager):
         self.host.check_integrity()
         self._unwritten.check_integrity()
         self.prefetcher.check_integrity()
-        self._promoter.check_integrity()
+        self._waits.check_integrity()
         for tier in self.tiers:
             tier.check_integrity()
         if any(len(tier.writes.writing) > self._chains.max_writing for tier in self.tiers):

@@ -16,13 +16,10 @@ from kvoffload.abc import IntegrityError, Need, OffloadKey, ReqContext
 from kvoffload.abc.tier import HIT
 from kvoffload.cache.keys import NAMESPACE_BYTES, seem_of_several_groups
 from kvoffload.cache.manager import PolicyOffloadingManager
-from kvoffload.cache.misses import MissMemory
 from kvoffload.tiering.events import Count
-from kvoffload.tiering.health import TierState
-from kvoffload.tiering.lookup import LoadGate, TierSearch, find_hit
-from kvoffload.tiering.promoter import Promoter
-from kvoffload.tiering.promotion import Located
+from kvoffload.tiering.lookup import LoadGate, find_hit
 from kvoffload.tiering.rates import MovingRate
+from kvoffload.tiering.waits import Waits
 
 MAX_CHAINS = 4096
 """Chains whose return is expected. Beyond it the oldest is forgotten."""
@@ -61,13 +58,6 @@ MAX_JUDGED = 64
 """Tenants of whom is known how much of what was read was used."""
 TIME_SHARE = 0.5
 """Tiers are read for at most this share of the time."""
-
-
-class _Held(NamedTuple):
-    """A block that was prefetched and is pinned."""
-
-    slot: int
-    until: float
 
 
 @dataclass(slots=True, eq=False)
@@ -129,8 +119,8 @@ class ExpectedChains:
     def has(self, chain: _Expected) -> bool:
         return self.by_name.get(chain.name) is chain
 
-    def forget(self, name: int | str) -> None:
-        chain = self.by_name.pop(name, None)
+    def forget(self, name: int | str | None) -> None:
+        chain = self.by_name.pop(name, None) if name is not None else None
         if chain is not None:
             self._num_keys -= len(chain.keys)
 
@@ -140,12 +130,10 @@ class ExpectedChains:
 
     def put_off(self, due: float) -> None:
         """The first one is looked at again when it is ``due``; if that is infinite, it is forgotten."""
-        _, number, chain = self._queue[0]
+        _, number, chain = heapq.heappop(self._queue)
         if due < math.inf:
-            heapq.heapreplace(self._queue, (due, number, chain))
-            return
-        heapq.heappop(self._queue)
-        if self.has(chain):
+            heapq.heappush(self._queue, (due, number, chain))
+        elif self.has(chain):
             self.forget(chain.name)
 
     def clear(self) -> None:
@@ -168,8 +156,8 @@ class PrefetchedBlocks:
 
     def __init__(self, host: PolicyOffloadingManager) -> None:
         self._host = host
-        self.held: OrderedDict[OffloadKey, _Held] = OrderedDict()
-        """Blocks that are pinned. Read only for others."""
+        self.held: OrderedDict[OffloadKey, tuple[int, float]] = OrderedDict()
+        """Slots of pinned blocks, and until when they are held. Read only for others."""
         self._num_held: Counter[bytes] = Counter()
         """By the namespace of their tenant."""
         self.most = int(host.num_blocks * HELD_SHARE)
@@ -183,29 +171,25 @@ class PrefetchedBlocks:
         """Pins ready blocks."""
         keys = [key for key in keys if key not in self.held]
         slots = self._host.prepare_load(keys).slots.tolist()
-        self.held.update((key, _Held(slot, until)) for key, slot in zip(keys, slots, strict=True))
+        self.held.update((key, (slot, until)) for key, slot in zip(keys, slots, strict=True))
         self._num_held.update(key[:NAMESPACE_BYTES] for key in keys)
 
     def use(self, keys: Collection[OffloadKey]) -> int:
         """Takes note of a request that uses ``keys``. Returns how many of them were held."""
         used = [key for key in keys if key in self.held]
         self.judge(used, is_used=True)
-        self._let_go(used)
+        self.let_go(used)
         return len(used)
 
     def sweep(self, now: float) -> None:
         """Lets go what others have no room beside, and what was not used in time."""
         if self._num_excess > 0:
-            self._let_go(list(itertools.islice(reversed(self.held), self._num_excess)))
+            self.let_go(list(itertools.islice(reversed(self.held), self._num_excess)))
         if now >= self._sweep_at:
             self._sweep_at = now + SWEEP_EVERY_S
-            late = [key for key, held in self.held.items() if held.until < now]
+            late = [key for key, (_, until) in self.held.items() if until < now]
             self.judge(late, is_used=False)
-            self._let_go(late)
-
-    def drop(self, keys: Collection[OffloadKey]) -> None:
-        """Lets go those of ``keys`` that are held."""
-        self._let_go([key for key in dict.fromkeys(keys) if key in self.held])
+            self.let_go(late)
 
     def room(self, key: OffloadKey) -> int:
         """Returns how many more blocks of the tenant of ``key`` may be held."""
@@ -228,13 +212,13 @@ class PrefetchedBlocks:
         used, wasted = self._judged.get(key[:NAMESPACE_BYTES], (0, 0))
         return used >= LEAST_USED * (used + wasted)
 
-    def _let_go(self, keys: Sequence[OffloadKey]) -> None:
-        if not keys:
-            return
-        held = [self.held.pop(key) for key in keys]
-        self._num_held.subtract(key[:NAMESPACE_BYTES] for key in keys)
-        self._num_held = +self._num_held
-        self._host.complete_load(self._host.lease([each.slot for each in held]))
+    def let_go(self, keys: Collection[OffloadKey]) -> None:
+        """Unpins those of ``keys`` that are held."""
+        keys = [key for key in dict.fromkeys(keys) if key in self.held]
+        if keys:
+            self._host.complete_load(self._host.lease([self.held.pop(key)[0] for key in keys]))
+            self._num_held.subtract(key[:NAMESPACE_BYTES] for key in keys)
+            self._num_held = +self._num_held
 
     @property
     def _num_excess(self) -> int:
@@ -248,34 +232,29 @@ class PrefetchedBlocks:
 
 
 class Prefetcher:
-    """Promotes what ``tiers`` hold of expected chains and ``host`` lacks, head first, while no request waits for a
-    tier: those whose clients have said when they return, and those of requests in the engine's queue. What was read is
-    pinned until its use, or until LEAD_S after the expected time.
+    """Promotes what tiers hold of expected chains and ``host`` lacks, head first, while no request waits for a tier:
+    those whose clients have said when they return, and those of requests in the engine's queue. What was read is pinned
+    until its use, or until LEAD_S after the expected time.
 
     The chain of a session takes the place of its former one, and a request of the session ends the wait. Models with
-    several KV cache groups are left out. ``is_on_device`` says which blocks the device holds in place of the host.
+    several KV cache groups are left out. ``on_device``: blocks that the device holds in place of the host.
     """
 
     def __init__(
         self,
         host: PolicyOffloadingManager,
-        tiers: Sequence[TierState],
-        promoter: Promoter,
+        waits: Waits,
         gate: LoadGate,
-        *,
         count: Count,
-        reasons: MissMemory,
         clock: Callable[[], float],
-        is_on_device: Callable[[OffloadKey], bool],
+        on_device: Collection[OffloadKey],
     ) -> None:
         self._host = host
-        self._tiers = tiers
-        self._promoter = promoter
+        self._waits = waits
         self._gate = gate
         self._count = count
-        self._reasons = reasons
         self._clock = clock
-        self._is_on_device = is_on_device
+        self._on_device = on_device
         self.chains = ExpectedChains(KEYS_PER_BLOCK * host.num_blocks)
         self.expected = self.chains.by_name
         self.blocks = PrefetchedBlocks(host)
@@ -325,7 +304,7 @@ class Prefetcher:
     def forget(self, context: ReqContext) -> None:
         """Takes note of a request that is not expected any more, because it is looked up or has ended."""
         self.chains.forget(context.req_id)
-        if context.hints is not None and context.hints.session is not None:
+        if context.hints is not None:
             self.chains.forget(context.hints.session)
 
     def used(self, keys: Collection[OffloadKey], context: ReqContext | None) -> None:
@@ -338,7 +317,7 @@ class Prefetcher:
     def clear(self) -> None:
         """Nothing is expected any more."""
         self.chains.clear()
-        self.blocks.drop(list(self.held))
+        self.blocks.let_go(self.held)
         self.reading = None
 
     # Steps.
@@ -350,9 +329,9 @@ class Prefetcher:
             self.blocks.sweep(now)
         if self.reading is not None and not self._end_batch(self.reading, now):
             return
-        chains = self.chains
-        if chains.next_due > now or now < self._not_before or not self._promoter.is_idle:
+        if now < self._not_before or not self._waits.is_idle:
             return
+        chains = self.chains
         for _ in range(MAX_LOOKS):
             if chains.next_due > now:
                 return
@@ -373,7 +352,7 @@ class Prefetcher:
             return now + SWEEP_EVERY_S
         begins_at, is_first_look = chain.begins_at, not chain.begins_at
         if is_first_look and self._host.is_behind_device:
-            on_device = itertools.takewhile(self._is_on_device, chain.keys)
+            on_device = itertools.takewhile(self._on_device.__contains__, chain.keys)
             begins_at = sum(1 for _ in on_device)
         # Later looks are at what follows the last block that was read.
         keys = chain.keys[begins_at:] if is_first_look else chain.keys[begins_at : begins_at + PIECE]
@@ -381,40 +360,40 @@ class Prefetcher:
             # They may leave the device before their use.
             due = self._due(chain.returns_at, 0)
             return due if due > now else math.inf
-        search = TierSearch(self._host, self._tiers, self._reasons, now)
-        states, found = find_hit(search, keys, Need.RUN, self._promoter, self._gate)
+        search = self._gate.search(now)
+        states, found = find_hit(search, keys, Need.RUN)
         if is_first_look:
             # What the host has of it counts as used now, so that it does not leave for the rest.
             self._host.end_chain(keys[: int(np.count_nonzero(states == HIT))], ())
             due = self._due(chain.returns_at, len(found.keys))
             if due > now:
                 return due
-        if not found.keys and not is_first_look and (states == HIT).all():
-            chain.begins_at = begins_at + len(keys)
-            return now
         if not found.keys:
+            if not is_first_look and (states == HIT).all():
+                chain.begins_at = begins_at + len(keys)
+                return now
             # A shared medium may be asked, and knows at a later step.
             return now if search.is_unanswered else math.inf
-        tier = self._tiers[int(found.sources[0])]
+        tier = search.tiers[int(found.sources[0])]
         n = tier.estimator.num_blocks_within(BATCH_S, max(1, min(BATCH_BLOCKS, BATCH_BYTES // tier.tier.block_bytes)))
         n = min(n, len(found.keys), room)
         chain.begins_at = begins_at + keys.index(found.keys[n - 1]) + 1
-        self._promoter.promote(Located(found.keys[:n], found.sources[:n]), chain.context)
+        self._waits.begin(dict(itertools.islice(found.by_key.items(), n)), chain.context)
         self.reading = _Batch(chain, now, tier.estimator.seconds_to_read(n) or 0.0)
         return now
 
     def _end_batch(self, batch: _Batch, now: float) -> bool:
         """Takes in a batch that was read. Returns False if it is still under way."""
         chain, began, seconds = batch
-        promotion = self._promoter.get(chain.context)
-        if promotion is not None and promotion.is_waiting:
+        wait = self._waits.get(chain.context)
+        if wait is not None and wait.is_waiting:
             return False
         self.reading = None
-        arrived = [] if promotion is None else list(promotion.pinned)
+        arrived = [] if wait is None else list(wait.pinned)
         if self.chains.has(chain):
             # Otherwise its session has returned meanwhile, and its request waits for what is being read.
             self.blocks.hold(arrived, chain.until)
-        self._promoter.release(chain.context)
+        self._waits.release(chain.context)
         self._count("prefetched_blocks", len(arrived))
         self._not_before = began + (seconds or now - began) / TIME_SHARE
         self._pace.add(len(arrived), max(now, self._not_before) - began)

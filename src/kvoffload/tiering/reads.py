@@ -1,168 +1,147 @@
-"""What promotions wait for: which of them is read next, since when each waits, and how tiers are given reads."""
+"""Which blocks are read next: those that requests wait for, of the oldest first, as many as arrive in time."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
-from collections.abc import Collection, Iterator, Sequence
-from itertools import compress
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvoffload.abc import IntegrityError, LookupState, OffloadKey
+from kvoffload.abc import IntegrityError, OffloadKey
+from kvoffload.abc.tier import HIT, RETRY
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.tiering.events import Count
-from kvoffload.tiering.health import TierState
-from kvoffload.tiering.promotion import Located, Promotion
+
+if TYPE_CHECKING:
+    from kvoffload.tiering.health import TierState
+    from kvoffload.tiering.waits import Wait
 
 MAX_READS = 1024
 """Maximum number of blocks that are read from one tier at a time."""
 
 
-class ReadQueue:
-    """Promotions with blocks that are to be read, from ``num_tiers`` tiers."""
-
-    def __init__(self, num_tiers: int) -> None:
-        self.promotions: list[Promotion] = []
-        """The oldest first. Read only."""
-        self.num_blocks = np.zeros(num_tiers, dtype=np.int64)
-        """Blocks that are to be read, by tier."""
-
-    def put(self, promotion: Promotion, wanted: Located) -> None:
-        """Replaces the blocks of the promotion that are to be read."""
-        if not wanted.keys and not promotion.wanted.keys:
-            return
-        at = bisect_left(self.promotions, promotion.number, key=_number)
-        if promotion.wanted.keys and not wanted.keys:
-            del self.promotions[at]
-        elif wanted.keys and not promotion.wanted.keys:
-            self.promotions.insert(at, promotion)
-        self.num_blocks -= promotion.num_wanted
-        promotion.wanted = wanted
-        promotion.num_wanted = np.bincount(wanted.sources, minlength=len(self.num_blocks))
-        self.num_blocks += promotion.num_wanted
-
-    def check_integrity(self, promotions: Collection[Promotion]) -> None:
-        """Raises IntegrityError if these are not those of ``promotions`` that have blocks to be read."""
-        if self.promotions != sorted((each for each in promotions if each.wanted.keys), key=_number):
-            raise IntegrityError(
-                "the queue of promotions lacks one, has one that waits for nothing, or is not in order"
-            )
-        num_blocks = sum((each.num_wanted for each in self.promotions), np.zeros_like(self.num_blocks))
-        if (num_blocks != self.num_blocks).any():
-            raise IntegrityError("the blocks in the queue of promotions are miscounted")
-
-
-def _number(promotion: Promotion) -> int:
-    return promotion.number
-
-
-class Waits:
-    """Since when requests wait for promotions."""
-
-    def __init__(self) -> None:
-        self.begun: deque[tuple[float, Promotion]] = deque()
-        """When each wait began, the earliest first. Some of them have ended since."""
-
-    def add(self, promotion: Promotion, most: int) -> None:
-        """Takes in that a wait has begun. With more than ``most``, forgets those that have ended."""
-        self.begun.append((promotion.since, promotion))
-        if len(self.begun) > most:
-            self.begun = deque((since, each) for since, each in self.begun if _goes_on(each, since))
-
-    def take_late(self, now: float, deadline_s: float) -> Iterator[Promotion]:
-        """Removes and yields those that have waited for ``deadline_s``."""
-        while self.begun and now - self.begun[0][0] >= deadline_s:
-            since, promotion = self.begun.popleft()
-            if _goes_on(promotion, since):
-                yield promotion
-
-
-def _goes_on(promotion: Promotion, since: float) -> bool:
-    return promotion.is_waiting and promotion.since == since
-
-
-class TierReads:
-    """Begins reads from ``tiers`` into slots of ``host``. A request waits for ``deadline_s``; ``count`` takes the
-    counters of METRICS, by name."""
+class Reads:
+    """Gives ``tiers`` what requests wait for to read into slots of ``host``. A request waits for ``deadline_s``;
+    ``count`` takes the counters of METRICS, by name."""
 
     def __init__(
-        self,
-        host: PolicyOffloadingManager,
-        tiers: Sequence[TierState],
-        deadline_s: float,
-        count: Count,
+        self, host: PolicyOffloadingManager, tiers: Sequence[TierState], deadline_s: float, count: Count
     ) -> None:
         self._host = host
         self._tiers = tiers
         self._deadline_s = deadline_s
         self._count = count
+        self.queue: list[Wait] = []
+        """The waits with blocks that are to be read, the oldest first. Read only for others."""
+        self.num_queued = [0] * len(tiers)
+        """By tier, how many blocks these are."""
 
-    def num_in_time(self, tier: TierState) -> int:
+    # The queue.
+
+    def put(self, wait: Wait, wanted: dict[OffloadKey, int]) -> None:
+        """Replaces the blocks that are to be read for ``wait``."""
+        if not wanted and not wait.wanted:
+            return
+        at = bisect_left(self.queue, wait.number, key=_number)
+        if not wanted:
+            del self.queue[at]
+        elif not wait.wanted:
+            self.queue.insert(at, wait)
+        before, after = list(wait.wanted.values()), list(wanted.values())
+        for tier in range(len(self._tiers)):
+            self.num_queued[tier] += after.count(tier) - before.count(tier)
+        wait.wanted = wanted
+
+    def join(self, wait: Wait, wanted: dict[OffloadKey, int]) -> dict[OffloadKey, int]:
+        """Makes ``wait`` wait for those of ``wanted`` that are being read already. Returns the others."""
+        for tier in self._tiers:
+            if tier.reads and (shared := tier.reads.keys() & wanted.keys()):
+                for key in shared:
+                    batch = tier.reads[key]
+                    if not batch.is_overdue:
+                        batch.waits[wait] = None
+                        wait.reading.add(key)
+                wanted = {key: source for key, source in wanted.items() if key not in shared}
+        return wanted
+
+    # Reading.
+
+    def room(self, most: int) -> int:
+        """Returns for how many more blocks the host has room now, if ``most`` may be under way."""
+        return min(most - sum([len(tier.reads) for tier in self._tiers]), self._host.num_available_blocks)
+
+    def begin(self, most: int, step: int, now: float) -> bool:
+        """Begins to read what is queued, while at most ``most`` blocks are under way. Returns whether anything was
+        begun. A tier may have lost what was found before ``step``."""
+        has_begun, allowed = False, [self._num_in_time(tier) for tier in self._tiers]
+        for wait in self.queue.copy():
+            room = self.room(most)
+            if room <= 0 or not any(n > 0 < queued for n, queued in zip(allowed, self.num_queued, strict=True)):
+                break
+            has_begun |= self._read(wait, room, allowed, wait.asked_in == step, now)
+        return has_begun
+
+    def _num_in_time(self, tier: TierState) -> int:
         """Returns how many more blocks the tier can read within the deadline. Blocks of a tier that is not read are
         looked up in others."""
         if not tier.can_read:
             return MAX_READS
         return tier.estimator.num_blocks_within(self._deadline_s, MAX_READS) - tier.num_reading
 
-    def begin(
-        self,
-        slots: dict[OffloadKey, int],
-        blocks: Located,
-        promotion: Promotion,
-        allowed: list[int],
-        now: float,
-    ) -> dict[OffloadKey, int]:
-        """Gives those of ``blocks`` that have slots to their tiers to read. ``promotion`` waits for them from now on.
-        Returns those that these have not taken on. ``allowed``: see ``num_in_time``; it becomes less."""
-        refused: dict[OffloadKey, int] = {}
+    def _read(self, wait: Wait, room: int, allowed: list[int], is_new: bool, now: float) -> bool:
+        """Begins to read the next blocks of ``wait``, at most ``room``, and ``allowed`` of each tier, which become
+        fewer. Returns False if nothing has happened."""
+        room = min(room, self._host.room.num_storable(next(iter(wait.wanted))))
+        blocks, later = _split(wait.wanted, room, allowed)
+        if not blocks:
+            return False
+        blocks = self.join(wait, blocks)
+        if not is_new:
+            # Then no block is evicted for what a tier has lost.
+            blocks = self._readable(blocks)
+        output = self._host.allocate(list(blocks))
+        if output is None:
+            self.put(wait, blocks | later)
+            return False
+        self._count("evicted_blocks", len(output.evicted_keys))
+        slots = dict(zip(output.keys_to_store, output.store_spec.slots.tolist(), strict=True))
         for tier in self._tiers:
-            mine = slots
-            if len(self._tiers) > 1:
-                its = compress(blocks.keys, (blocks.sources == tier.index).tolist())
-                mine = {key: slots[key] for key in its if key in slots}
-            if mine:
-                left = self._give(tier, mine, promotion, now) if tier.can_read else mine
-                allowed[tier.index] -= len(mine) - len(left)
-                refused |= left
-        return refused
+            mine = {key: slot for key, slot in slots.items() if blocks[key] == tier.index}
+            if mine and tier.can_read:
+                taken = tier.tier.read(list(mine), np.fromiter(mine.values(), np.int64, len(mine)))
+                tier.begin_reads({key: slots.pop(key) for key in taken}, (wait,), now)
+                wait.reading.update(taken)
+                allowed[tier.index] -= len(taken)
+        if slots:
+            # Those that some tier still has are tried again.
+            self._host.take_back(self._host.lease(slots.values()))
+            later = self._readable(slots) | later
+        self.put(wait, later)
+        return True
 
-    def _give(
-        self, tier: TierState, slots: dict[OffloadKey, int], promotion: Promotion, now: float
-    ) -> dict[OffloadKey, int]:
-        """Gives blocks to the tier to read into ``slots``. Returns those that it has not taken on."""
-        taken = tier.tier.read(list(slots), np.fromiter(slots.values(), np.int64, len(slots)))
-        promotion.reading.update(taken)
-        if len(taken) == len(slots):
-            tier.begin_reads(slots, (promotion,), now)
-            return {}
-        tier.begin_reads({key: slots[key] for key in taken}, (promotion,), now)
-        refused = slots.keys() - taken
-        return {key: slot for key, slot in slots.items() if key in refused}
-
-    def readable(self, keys: list[OffloadKey]) -> Located:
-        """Returns those of ``keys`` that some tier can read now, in the fastest that can."""
-        sources = np.full(len(keys), -1, dtype=np.int8)
+    def _readable(self, keys: Iterable[OffloadKey]) -> dict[OffloadKey, int]:
+        """Returns those of ``keys`` that some tier can read now, with the fastest that can."""
+        sources = dict.fromkeys(keys, -1)
         for tier in self._tiers:
-            left = np.flatnonzero(sources < 0)
-            if tier.can_read and len(left):
-                is_held = tier.tier.contains([keys[i] for i in left.tolist()]) == LookupState.HIT
-                sources[left[is_held]] = tier.index
-        return Located(keys, sources).select(sources >= 0)
+            left = [key for key, source in sources.items() if source < 0] if tier.can_read else []
+            for i in np.flatnonzero(tier.tier.contains(left) == HIT).tolist() if left else ():
+                sources[left[i]] = tier.index
+        return {key: source for key, source in sources.items() if source >= 0}
 
-    def probe(self, tier: TierState, room: int, now: float) -> bool:
-        """Reads a block for no request from a tier that was paused, to see whether it works again, if there is ``room``
+    def probe(self, tier: TierState, most: int, now: float) -> bool:
+        """Reads a block for no request from a tier that was paused, to see whether it works again, if there is room
         for it."""
         key = tier.probe
         if key is None or not tier.read_health.may_test:
             tier.choose_probe(None, now)
             return False
         state = tier.tier.contains([key])[0]
-        if state == LookupState.RETRY:
+        if state == RETRY:
             tier.await_probe(now)
             return False
         tier.choose_probe(None, now)
-        if state != LookupState.HIT or room <= 0:
+        if state != HIT or most <= sum([len(tier.reads) for tier in self._tiers]):
             return False
         output = self._host.allocate([key])
         if output is None or not output.keys_to_store:
@@ -174,3 +153,32 @@ class TierReads:
             return False
         tier.begin_probe(key, int(slots[0]), now)
         return True
+
+    def check_integrity(self, waits: Collection[Wait]) -> None:
+        """Raises IntegrityError if these are not those of ``waits`` that have blocks to be read."""
+        if self.queue != sorted((wait for wait in waits if wait.wanted), key=_number):
+            raise IntegrityError("the queue of reads lacks a wait, has one that wants nothing, or is not in order")
+        sources = [source for wait in self.queue for source in wait.wanted.values()]
+        if self.num_queued != [sources.count(tier) for tier in range(len(self._tiers))]:
+            raise IntegrityError("the blocks that are to be read are miscounted")
+
+
+def _split(
+    wanted: dict[OffloadKey, int], room: int, allowed: Sequence[int]
+) -> tuple[dict[OffloadKey, int], dict[OffloadKey, int]]:
+    """Returns the next blocks to read, at most ``room``, and at most ``allowed`` of each tier; and the others."""
+    if len(wanted) <= min(room, *allowed):
+        return wanted, {}
+    sources, left, blocks = list(wanted.values()), list(allowed), dict[OffloadKey, int]()
+    most = min(room, sum(min(max(0, n), sources.count(tier)) for tier, n in enumerate(allowed)))
+    for key, tier in wanted.items():
+        if len(blocks) == most:
+            break
+        if left[tier] > 0:
+            left[tier] -= 1
+            blocks[key] = tier
+    return blocks, {key: tier for key, tier in wanted.items() if key not in blocks}
+
+
+def _number(wait: Wait) -> int:
+    return wait.number

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from itertools import compress
+
+import numpy as np
 
 from kvoffload.abc import OffloadKey, TierResult
 from kvoffload.cache.bills import MovedBytes
+from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.tiering.health import TierState
-from kvoffload.tiering.promoter import Promoter
-from kvoffload.tiering.promotion import waiting_for
+from kvoffload.tiering.plan import Bools
 from kvoffload.tiering.rates import Origins, by_direction
 from kvoffload.tiering.requests import RequestChains
+from kvoffload.tiering.waits import Waits
 
 logger = logging.getLogger(__name__)
 
-MAX_WAITS = 64
+MAX_LOOKS = 64
 """How often an idle step looks for results."""
 SERVED_WITHOUT = "requests are served from host memory or computed from here on"
 
@@ -25,28 +29,28 @@ class TierSteps:
 
     def __init__(
         self,
+        host: PolicyOffloadingManager,
         tiers: Sequence[TierState],
-        promoter: Promoter,
+        waits: Waits,
         chains: RequestChains,
         origins: Origins,
         moved: MovedBytes | None,
         clock: Callable[[], float],
-        written: Callable[[Sequence[OffloadKey]], None],
     ) -> None:
-        """``written`` takes the blocks of writes that have ended."""
         self.is_off = not tiers
         """Whether all tiers are off."""
-        self.is_asking = False
-        """Whether, since the last step, a tier did not know yet whether it holds a block that was looked up."""
+        self.may_change = False
+        """Whether lookups may have another result in the next step in any case: a tier did not know yet whether it
+        holds a block, or was switched off."""
+        self.on_device: set[OffloadKey] = set()
+        """What the device holds of the requests that have ended, if ``host`` does not repeat it."""
+        self.moved = moved
+        self._host = host
         self._tiers = tiers
-        self._promoter = promoter
+        self._waits = waits
         self._chains = chains
         self._origins = origins
-        self._moved = moved
         self._clock = clock
-        self._written = written
-        self._has_changed = False
-        """Whether something has changed for waiting requests that ``poll`` has not reported yet."""
 
     def poll(self) -> bool:
         """Does what there is to do now. Returns whether a lookup may have another result now."""
@@ -58,45 +62,59 @@ class TierSteps:
             tier.update(self._clock())
             if tier.read_health.was_paused:
                 tier.read_health.was_paused, changed = False, True
-                self._promoter.abandon(tier)
+                self._waits.abandon(tier)
             if tier.tier.fault is not None:
                 self.switch_off(tier, tier.tier.fault)
-        changed |= self._promoter.poll(may_take_back=not changed)
-        changed |= self.is_asking | self._has_changed
-        self._has_changed = False
+        changed |= self._waits.poll(may_take_back=not changed)
         self._chains.write()
-        return changed
+        return changed | self.may_change
 
     def _take_in(self, tier: TierState, results: Sequence[TierResult]) -> bool:
         """Takes in transfers of a tier that have ended. Returns whether there were reads."""
         reads, writes = by_direction(results)
         if writes.keys:
             tier.end_writes(writes, self._clock())
-            self._written(writes.keys)
+            if not self.on_device.isdisjoint(writes.keys):
+                self.note_device([key for key in writes.keys if key in self.on_device])
         if reads.keys:
-            self._promoter.end_reads(tier, reads)
+            self._waits.end_reads(tier, reads)
             if tier.index:
                 self._origins.arrived((result.key for result in reads.results if result.ok), tier.index)
         for ended, health in ((writes, tier.write_health), (reads, tier.read_health)):
             health.judge(ended, self._clock())
-            if self._moved is not None:
-                self._moved.add(tier.name, ended.good.keys, ended.good.nbytes)
+            if self.moved is not None:
+                self.moved.add(tier.name, ended.good.keys, ended.good.nbytes)
         return bool(reads.keys)
+
+    def note_device(self, held: Sequence[OffloadKey] = (), left: Sequence[OffloadKey] = ()) -> None:
+        """See ``OffloadingManager.note_device``. Of what the device holds, blocks leave the host first when all tiers
+        have them."""
+        self.on_device.difference_update(left)
+        self.on_device.update(held)
+        self._host.note_device(list(compress(held, self.are_written(held).tolist())) if held else [], left)
+
+    def are_written(self, keys: Sequence[OffloadKey]) -> Bools:
+        """Returns which of ``keys`` all tiers hold, or will not be given."""
+        written = np.ones(len(keys), dtype=np.bool_)
+        for tier in self._tiers:
+            if not tier.is_off:
+                written &= tier.writes.is_done(keys)
+        return written
 
     def wait(self, timeout_s: float) -> bool:
         """Waits for tiers and polls them. Returns whether a lookup may have another result now."""
         changed = False
         for tier in self._tiers:
-            promotions = waiting_for(set(tier.reads.values())) if tier.reads else ()
-            for _ in range(MAX_WAITS if promotions else 0):
+            waits = self._waits.waiting_for(tier) if tier.reads else ()
+            for _ in range(MAX_LOOKS if waits else 0):
                 begun = self._clock()
                 tier.tier.wait(timeout_s)
                 changed |= self.poll()
                 timeout_s -= self._clock() - begun
-                if timeout_s <= 0 or not all(promotion.is_waiting for promotion in promotions):
+                if timeout_s <= 0 or not all(wait.is_waiting for wait in waits):
                     return changed
-            is_asked = self.is_asking and tier is self._tiers[-1]
-            if not promotions and (tier.writes.is_busy or is_asked):
+            is_asked = self.may_change and tier is self._tiers[-1]
+            if not waits and (tier.writes.is_busy or is_asked):
                 tier.tier.wait(timeout_s)
                 return changed | self.poll()
         return changed
@@ -108,5 +126,5 @@ class TierSteps:
             self.is_off = all(each.is_off for each in self._tiers)
             logger.error("kvoffload: THE %s TIER IS OFF: %s; %s", tier.name.upper(), reason, effect)
             tier.writes.clear()
-            self._promoter.abandon(tier)
-            self._has_changed = True
+            self._waits.abandon(tier)
+            self.may_change = True

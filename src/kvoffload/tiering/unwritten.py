@@ -5,15 +5,19 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from itertools import takewhile
+from itertools import compress, takewhile
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvoffload.abc import IntegrityError, OffloadKey, Tier
+from kvoffload.abc import HandedOver, Hints, IntegrityError, OffloadKey, Retained, RetainRefusal, Tier
 from kvoffload.abc.tier import HIT
 from kvoffload.cache.keys import NAMESPACE_BYTES
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.tenants import Tenants
+
+if TYPE_CHECKING:
+    from kvoffload.tiering.health import TierState
 
 UNWRITTEN_SHARE = 0.125
 """At most this share of the host's blocks waits, pinned, to be written to such tiers."""
@@ -48,6 +52,47 @@ class UnwrittenPins:
         """Blocks by tenant; None: of all that may have nothing retained."""
         self.of_tiers = [PromisedBlocks(self, tier, clock) for tier in tiers]
 
+    def retain_below(
+        self, tiers: Sequence[TierState], keys: Sequence[OffloadKey], hints: Hints, in_host: Retained
+    ) -> Retained:
+        """Retains ``keys`` in the first of ``tiers`` whose quota has room for them, if the host, which has answered
+        ``in_host``, has none. What the tier has not got yet stays in host memory until it is written. Or ends what the
+        session of ``hints`` has retained."""
+        asked = [tier for tier in tiers if not tier.is_off]
+        if hints.drop or not hints.retain_s:
+            for tier in asked if hints.session is not None else ():
+                tier.tier.retain((), hints.session, 0.0)
+            return in_host
+        answer = in_host
+        for tier in asked if in_host.refusal not in (None, RetainRefusal.NOTHING) else ():
+            lacking = _lacking(tier, keys)
+            may_wait = tier.takes_chains and lacking and len(self.with_room(lacking)) == len(lacking)
+            refusal: RetainRefusal | None = RetainRefusal.NOT_WRITTEN
+            # A tenant that may have nothing retained is told so.
+            if not lacking or may_wait or self._tenant(lacking[0]) not in self._retaining:
+                refusal = tier.tier.retain(keys, hints.session, hints.retain_s)
+            if refusal is None:
+                self.of_tiers[tier.index].add(lacking)
+                return Retained(None, tier.name, len(keys))
+            if refusal is not RetainRefusal.NO_QUOTA:
+                answer = Retained(refusal)
+        return answer
+
+    def hand_over(self, tiers: Sequence[TierState], keys: Sequence[OffloadKey]) -> HandedOver:
+        """Promises ``keys`` to the shared ones of ``tiers``. What one has not got yet stays in host memory until it
+        has, if there is room for all of them."""
+        places, most = dict[str, str](), 0
+        for tier in tiers:
+            if tier.tier.is_shared and tier.takes_chains and tier.tier.stats().capacity_bytes != 0:
+                lacking = _lacking(tier, keys)
+                num_waiting = len(self.with_room(lacking)) if lacking else 0
+                if num_waiting < len(lacking):
+                    most = max(most, keys.index(lacking[num_waiting]))
+                else:
+                    places[tier.name], most = tier.tier.hand_over(keys), len(keys)
+                    self.of_tiers[tier.index].add(lacking)
+        return HandedOver(places, most)
+
     def with_room(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
         """Returns the head of ``keys``, which are distinct and of one chain, that may be added. Those that wait already
         count once."""
@@ -58,10 +103,6 @@ class UnwrittenPins:
                     return keys[:i]
                 room -= 1
         return keys
-
-    def may_retain(self, key: OffloadKey) -> bool:
-        """Returns whether the tenant of ``key`` may have blocks retained."""
-        return self._tenant(key) in self._retaining
 
     def _tenant(self, key: OffloadKey) -> str | None:
         label = None if self._tenants is None else self._tenants.label_of(key[:NAMESPACE_BYTES])
@@ -99,6 +140,10 @@ class UnwrittenPins:
             raise IntegrityError("blocks are pinned for writing for ever, or miscounted")
         if len(self.slots) > self.most or max(num_of.values(), default=0) > self._most_each:
             raise IntegrityError("more blocks are pinned for writing than may be")
+
+
+def _lacking(tier: TierState, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+    return list(compress(keys, (tier.tier.contains(keys) != HIT).tolist()))
 
 
 class PromisedBlocks:

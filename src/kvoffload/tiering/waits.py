@@ -1,0 +1,364 @@
+"""What each request waits for from lower tiers, until when, and what is pinned for it because it has arrived."""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from itertools import compress
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvoffload.abc import IntegrityError, LoadStoreSpec, MissReason, OffloadKey, ReqContext, Slots, TierError
+from kvoffload.cache.manager import PolicyOffloadingManager
+from kvoffload.cache.misses import MissMemory
+from kvoffload.tiering.events import Count
+from kvoffload.tiering.rates import Ended
+from kvoffload.tiering.reads import Reads
+
+if TYPE_CHECKING:
+    from kvoffload.tiering.health import TierState
+
+PROMOTION_SHARE = 0.5
+"""At most this share of the host's blocks is being read from lower tiers, or pinned for requests that waited for them.
+"""
+MAX_WAITS = 4096
+"""Requests with a Wait. Above this limit, requests use only host memory."""
+
+
+class WaitState(enum.Enum):
+    """What a request that was looked up in lower tiers waits for."""
+
+    ASKING = enum.auto()
+    """Tiers are asked: what further lookups of this step find there is added to what it waits for."""
+    QUEUED = enum.auto()
+    """Some of its blocks are to be read when there is room; a tier may have lost them since they were found."""
+    READING = enum.auto()
+    """All blocks that it waits for are being read."""
+    READY = enum.auto()
+    """It waits for nothing: what has arrived is pinned."""
+    GIVEN_UP = enum.auto()
+    """Its deadline has passed. Its lookups are answered from host memory until the step after the next one."""
+
+
+@dataclass(slots=True, eq=False)
+class Wait:
+    """The blocks of one request that come from lower tiers: ``wanted`` are to be read, ``reading`` are under way,
+    ``pinned`` have arrived and cannot be evicted. It waits for ``wanted`` and ``reading``."""
+
+    context: ReqContext
+    number: int
+    """Grows from request to request: a higher number means that it came later."""
+    asked_in: int = -1
+    """The step in which a lookup last found blocks for it."""
+    host_only_until: float = -1.0
+    """The last step in which lookups are answered from host memory: infinite from the deadline to the next lookup."""
+    wanted: dict[OffloadKey, int] = field(default_factory=dict)
+    """The index of the tier that holds each, in the order of the chain."""
+    reading: set[OffloadKey] = field(default_factory=set)
+    pinned: dict[OffloadKey, int] = field(default_factory=dict)
+    """Host slots, with one pin each."""
+    pinned_at: float = 0.0
+    """When a block was last pinned for it."""
+    promoted: dict[str, list[OffloadKey]] = field(default_factory=dict)
+    """By name of the tier, blocks that have arrived for it, whether or not they are still pinned."""
+    chain: Sequence[OffloadKey] = ()
+    """The request's chain, which is offered to the tiers when the request does not wait any more."""
+
+    @property
+    def is_waiting(self) -> bool:
+        return bool(self.wanted or self.reading)
+
+    def state(self, step: int) -> WaitState:
+        if self.wanted or self.reading:
+            if self.asked_in == step:
+                return WaitState.ASKING
+            return WaitState.QUEUED if self.wanted else WaitState.READING
+        return WaitState.GIVEN_UP if self.host_only_until >= step else WaitState.READY
+
+
+@dataclass(slots=True, eq=False)
+class ReadBatch:
+    """Blocks that a tier was given to read in one call."""
+
+    slots: dict[OffloadKey, int]
+    """Host slots of the blocks that are still under way."""
+    waits: dict[Wait, None]
+    """Those of requests that wait for some of them. Some may have stopped waiting."""
+    is_overdue: bool = False
+    """The read was under way when the tier's reads hung. No request waits for it, and its host slots are not free
+    until the tier reports it."""
+
+
+class Waits:
+    """Begins the waits of requests, ends each when its blocks have arrived or ``deadline_s`` after it began, and pins
+    in ``host`` what has arrived, once for each request that waited for it, until that is released.
+
+    If a wait needs room that others hold, the latest of the younger ones gives up its pins; if there is none, one whose
+    blocks have been pinned for a whole deadline does. Its request may wait again. ``count`` takes the counters of
+    METRICS, by name; ``reasons`` remembers why blocks were missed.
+    """
+
+    def __init__(
+        self,
+        host: PolicyOffloadingManager,
+        tiers: Sequence[TierState],
+        deadline_s: float,
+        count: Count,
+        reasons: MissMemory,
+        clock: Callable[[], float],
+    ) -> None:
+        self.max_blocks = max(1, int(host.num_blocks * PROMOTION_SHARE))
+        """Blocks that may be under way or pinned."""
+        self.step = 0
+        """Grows with each ``poll``."""
+        self.reads = Reads(host, tiers, deadline_s, count)
+        self._host = host
+        self._tiers = tiers
+        self._deadline_s = deadline_s
+        self._count = count
+        self._reasons = reasons
+        self._clock = clock
+        self._by_request: dict[str, Wait] = {}
+        """The oldest first."""
+        self._begun: OrderedDict[Wait, float] = OrderedDict()
+        """When each wait began, the earliest first. Some may have ended since."""
+        self._numbers = itertools.count()
+        self._pins = np.zeros(host.num_blocks, dtype=np.int32)
+        """By host slot, the waits that it is pinned for."""
+        self._num_pinned = 0
+        """Slots that are pinned for some wait."""
+
+    def __len__(self) -> int:
+        return len(self._by_request)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no tier is being read, or is to be read."""
+        return not self.reads.queue and not any(tier.reads for tier in self._tiers)
+
+    # Requests.
+
+    def get(self, context: ReqContext) -> Wait | None:
+        if self._begun:
+            self._give_up_late(self._clock())
+        return self._by_request.get(context.req_id)
+
+    def may_ask(self, wait: Wait | None) -> bool:
+        """Returns whether tiers are asked for a request that waits for nothing, or is ASKING. If not, it is answered
+        from host memory in this step."""
+        if wait is None:
+            return len(self._by_request) < MAX_WAITS
+        if wait.host_only_until < self.step:
+            return True
+        wait.host_only_until = self.step
+        return False
+
+    def begin(self, wanted: dict[OffloadKey, int], context: ReqContext) -> Wait:
+        """Makes the request wait for ``wanted`` too: blocks that are being read, or are in the tiers with these
+        indices, which are read from the next ``poll`` on."""
+        wait = self._by_request.get(context.req_id)
+        if wait is None:
+            wait = self._by_request[context.req_id] = Wait(context, next(self._numbers))
+        if not wait.is_waiting:
+            self._begun.pop(wait, None)
+            self._begun[wait] = self._clock()
+        wait.asked_in = self.step
+        self.reads.put(wait, wait.wanted | self.reads.join(wait, wanted))
+        return wait
+
+    def end(self, wait: Wait) -> None:
+        """The request waits for nothing any more. What has arrived stays pinned for it."""
+        self.reads.put(wait, {})
+        for tier in self._tiers if wait.reading else ():
+            for key in wait.reading & tier.reads.keys():
+                tier.reads[key].waits.pop(wait, None)
+        wait.reading.clear()
+
+    def release(self, context: ReqContext) -> Wait | None:
+        """Ends the request's wait, with its pins, and returns it."""
+        wait = self._by_request.pop(context.req_id, None)
+        if wait is not None:
+            self.end(wait)
+            self._begun.pop(wait, None)
+            if wait.pinned:
+                self._unpin(wait, wait.pinned)
+        return wait
+
+    def release_all(self) -> None:
+        for wait in list(self._by_request.values()):
+            self.release(wait.context)
+
+    def waiting_for(self, tier: TierState) -> set[Wait]:
+        """Returns the waits for reads of ``tier``."""
+        batches = set(tier.reads.values())
+        return {wait for batch in batches for wait in batch.waits if not wait.reading.isdisjoint(batch.slots)}
+
+    def abandon(self, tier: TierState) -> None:
+        """Ends the waits for blocks of a tier that is no longer used, and of all requests with blocks that are still to
+        be read: they look these up again."""
+        for wait in self.waiting_for(tier):
+            self._count("late_promotions", 1)
+            self._reasons.record([key for key in wait.reading if key in tier.reads], MissReason.NOT_IN_TIME)
+            wait.reading.difference_update(tier.reads)
+        for wait in self.reads.queue.copy():
+            self.end(wait)
+
+    # Steps.
+
+    def poll(self, may_take_back: bool) -> bool:
+        """Ends waits whose deadline has passed and begins reads. Returns whether any were begun.
+
+        Requests that each have some blocks pinned and want more could wait for each other. So if nothing else will make
+        room (``may_take_back``), one gives up its pins.
+        """
+        now, has_begun = self._clock(), False
+        if self._begun:
+            self._give_up_late(now)
+        for tier in self._tiers:
+            if tier.probe is not None:
+                has_begun |= self.reads.probe(tier, self.max_blocks - self._num_pinned, now)
+        if self.reads.queue:
+            if may_take_back and not any(tier.num_reading for tier in self._tiers):
+                self._take_back_for(self.reads.queue[0], now)
+            has_begun |= self.reads.begin(self.max_blocks - self._num_pinned, self.step, now)
+        self.step += 1
+        return has_begun
+
+    def _give_up_late(self, now: float) -> None:
+        """Ends the waits whose deadline has passed: their requests get the blocks that have arrived."""
+        while self._begun and now - next(iter(self._begun.values())) >= self._deadline_s:
+            wait, _ = self._begun.popitem(last=False)
+            if wait.is_waiting:
+                self._count("late_promotions", 1)
+                self._reasons.record([*wait.reading, *wait.wanted], MissReason.NOT_IN_TIME)
+                self.end(wait)
+                wait.host_only_until = math.inf
+
+    def _take_back_for(self, wait: Wait, now: float) -> None:
+        """If there is no room for ``wait``, another one gives up its pins: the latest of the younger ones, otherwise
+        the latest of those whose blocks have been pinned for a whole deadline."""
+        if not self._num_pinned or self.reads.room(self.max_blocks - self._num_pinned) > 0:
+            return
+        holders = [other for other in reversed(self._by_request.values()) if other.pinned and other is not wait]
+        younger = (other for other in holders if other.number > wait.number)
+        latest = now - self._deadline_s
+        idle = (other for other in holders if not other.is_waiting and other.pinned_at <= latest)
+        other = next(younger, None) or next(idle, None)
+        if other is not None:
+            self._unpin(other, other.pinned)
+
+    def end_reads(self, tier: TierState, reads: Ended) -> None:
+        """Takes in reads that have ended: blocks become ready and are pinned for the requests that wait for them, or
+        are misses."""
+        tier.count("read_seconds", sum(reads.seconds))
+        tier.count("read_bytes", sum(reads.good.nbytes))
+        now = self._clock()
+        for batch, ended in tier.end_reads(reads, now).items():
+            good = dict(zip(ended.keys, map(batch.slots.pop, ended.keys), strict=True))
+            if not ended.all_ok:
+                failed = [good.pop(result.key) for result in ended.results if not result.ok]
+                self._host.take_back(self._host.lease(failed))
+                self._explain_failures(tier, ended)
+            if good:
+                self._host.complete_store(self._host.lease(good.values()))
+                self._count("promoted_blocks", len(good))
+                for other in self._tiers:
+                    other.writes.stored(good.keys())
+            for wait in batch.waits:
+                arrived = good
+                if not wait.reading.issuperset(good):
+                    arrived = {key: slot for key, slot in good.items() if key in wait.reading}
+                wait.reading.difference_update(ended.keys)
+                if arrived:
+                    self._pin(wait, arrived, tier.name, now)
+
+    def _explain_failures(self, tier: TierState, ended: Ended) -> None:
+        errors = dict(zip(ended.keys, ended.errors, strict=True))
+        corrupt = [key for key, error in errors.items() if error is TierError.CORRUPT]
+        # Others have evicted it since the lookup, or this process has deleted it.
+        gone = [key for key, error in errors.items() if error is TierError.GONE]
+        unread = [key for key, error in errors.items() if error not in (None, TierError.CORRUPT, TierError.GONE)]
+        tier.writes.note_lost(len(corrupt) + len(gone) + len(unread))
+        tier.count("bad_blocks", len(corrupt))
+        tier.count("read_failures", len(unread))
+        for keys, reason in (
+            (corrupt, MissReason.CORRUPT),
+            (gone, MissReason.EVICTED),
+            (unread, MissReason.READ_FAILED),
+        ):
+            self._reasons.record(keys, reason)
+
+    # Pins.
+
+    def _pin(self, wait: Wait, slots: dict[OffloadKey, int], tier: str, now: float) -> None:
+        """Pins blocks that have just come from ``tier``, but not those that were dropped while they were read."""
+        lease = self._host.lease(slots.values())
+        is_pinned = self._host.pin(lease)
+        new = lease.slots[is_pinned]
+        self._num_pinned += int(np.count_nonzero(self._pins[new] == 0))
+        self._pins[new] += 1
+        arrived = dict(compress(slots.items(), is_pinned.tolist()))
+        wait.pinned.update(arrived)
+        wait.pinned_at = now
+        wait.promoted.setdefault(tier, []).extend(arrived)
+
+    def take_pins(self, keys: Sequence[OffloadKey], context: ReqContext) -> LoadStoreSpec:
+        """Returns a lease of ``keys``, as ``prepare_load`` does. The pins of those that have arrived for the request
+        pass to it, without looking them up."""
+        wait = self._by_request.get(context.req_id)
+        if wait is None or not wait.pinned:
+            return self._host.prepare_load(keys, context)
+        slots = np.array([wait.pinned.get(key, -1) for key in keys], dtype=np.int64)
+        others = np.flatnonzero(slots < 0)
+        if len(others):
+            slots[others] = self._host.prepare_load([keys[i] for i in others.tolist()], context).slots
+        self._forget(wait, keys)
+        return self._host.lease(slots)
+
+    def drop(self, keys: Sequence[OffloadKey]) -> None:
+        """Removes the pins of ``keys`` for all requests."""
+        slots = self._host.table.find(keys)
+        if self._pins[slots[slots >= 0]].any():
+            for wait in self._by_request.values():
+                if not wait.pinned.keys().isdisjoint(keys):
+                    self._unpin(wait, keys)
+
+    def _unpin(self, wait: Wait, keys: Collection[OffloadKey]) -> None:
+        slots = self._forget(wait, list(keys))
+        if len(slots):
+            self._host.complete_load(self._host.lease(slots))
+
+    def _forget(self, wait: Wait, keys: Sequence[OffloadKey]) -> Slots:
+        """Returns the slots of those of ``keys`` that were pinned for ``wait``; the pins are the caller's."""
+        pinned = wait.pinned
+        slots = np.array([pinned.pop(key) for key in keys if key in pinned], dtype=np.int64)
+        self._pins[slots] -= 1
+        self._num_pinned -= int(np.count_nonzero(self._pins[slots] == 0))
+        return slots
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError if a request waits without a deadline, or for what nobody reads, or if a block that was
+        promised to it can be evicted."""
+        waits, pins = self._by_request.values(), np.zeros_like(self._pins)
+        under_way = {key: batch.waits for tier in self._tiers for key, batch in tier.reads.items()}
+        for wait in waits:
+            if wait.is_waiting and wait not in self._begun:
+                raise IntegrityError("a request waits without a deadline")
+            if any(wait not in under_way.get(key, ()) for key in wait.reading):
+                raise IntegrityError("a request waits for a block that nobody reads")
+            pins[list(wait.pinned.values())] += 1
+            for key, slot in wait.pinned.items():
+                status = self._host.block_status(key)
+                is_pinned = status is not None and status.slot == slot and status.ref_cnt > 0
+                if not is_pinned and not self._host.table.dropped[slot]:
+                    raise IntegrityError("a block that is pinned for a request can be evicted")
+        if (pins != self._pins).any() or np.count_nonzero(pins) != self._num_pinned:
+            raise IntegrityError("the pins of promoted blocks do not match the requests that waited for them")
+        if self._num_pinned + sum(len(tier.reads) for tier in self._tiers) > self.max_blocks:
+            raise IntegrityError("more blocks were promoted than PROMOTION_SHARE allows")
+        self.reads.check_integrity(waits)
