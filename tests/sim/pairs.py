@@ -1,8 +1,8 @@
 """Every two features together, on the model engine: rows of a covering array, each a server with everything it names.
 
 ``FEATURES`` has the values of each feature, and ``CONFLICTS`` the pairs of values that no server has.
-``covering_array`` chooses rows so that every other pair of values is in one of them at least; ``beside_the_default`` has
-the default with one or two values changed. ``run_row`` runs a row: a server, and with a lower tier the next one on the
+``covering_array`` chooses rows so that every other pair of values is in one of them; ``beside_the_default`` has the
+default with one or two values changed. ``run_row`` runs a row: a server, and with a lower tier the next one on the
 same medium. The laws of the model engine must hold, and these,
 which concern several features:
 

@@ -526,8 +526,8 @@ KNOWS_FOLLOWING = [True]
 def _may_forget_following() -> None:
     """Names blocks of a drafter without the tokens after them while KNOWS_FOLLOWING says so."""
     from kvoffload.vllm import connector
+    from kvoffload.vllm.hints import following
 
-    following = connector.following
     vars(connector)["following"] = lambda request, position, n: (
         following(request, position, n) if KNOWS_FOLLOWING[0] else b""
     )

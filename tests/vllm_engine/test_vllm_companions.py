@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.vllm, needs_version]
 
 PLANTED = "companion_connectors"
 ENGINE = {"block_size": 32, "num_gpu_blocks_override": 24, "max_model_len": 448, "max_num_batched_tokens": 2048}
-SIZES = {"engine": ENGINE, "conversations": 6, "turns": 5, "max_tokens": 8}
+SIZES: dict[str, Any] = {"engine": ENGINE, "conversations": 6, "turns": 5, "max_tokens": 8}
 
 
 def kvoffload(name: str = "KVOffloadConnector", **options: Any) -> dict[str, Any]:

@@ -231,9 +231,12 @@ class TestTwoEngines:
             router.receive()
             return list(router.index.chain(prompt))
 
+        def is_held(medium: str, prompt: list[int]) -> bool:
+            return held(router, "engine 0", names(prompt), medium)
+
         for prompt in (first, second):
             for medium in ("CPU", "GPU"):
-                assert eventually(lambda medium=medium, prompt=prompt: held(router, "engine 0", names(prompt), medium))
+                assert eventually(partial(is_held, medium, prompt))
         other = [*first[:BLOCK_SIZE], 7, *first[BLOCK_SIZE:]]
         assert [len(names(prompt)) for prompt in (first, second, other)] == [4, 4, 1]
         assert names(first)[:2] == names(second)[:2]
@@ -466,7 +469,7 @@ def test_corrupted_bytes_change_answers(start: Start, expected: list[Any]) -> No
 @pytest.mark.parametrize("engines", [None, 1])
 def test_more_engines_than_were_promised_are_refused(start: Start, engines: int | None) -> None:
     """If vLLM does not say how many there are, the server does not start either, and says what to set."""
-    options = {} if engines is None else {"engines_per_node": engines}
+    options: dict[str, Any] = {} if engines is None else {"engines_per_node": engines}
     server = start(flag(host_bytes=POOL_BYTES, **options), *TWO_ENGINES)
     with contextlib.closing(server):
         if server.wait():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -44,7 +43,8 @@ def model() -> torch.nn.Module:
 
 def changed(watch: Any) -> bool | None:
     watch.begin()
-    return watch.poll()
+    has_changed: bool | None = watch.poll()
+    return has_changed
 
 
 def refill(*tensors: torch.Tensor) -> None:
@@ -373,7 +373,7 @@ def need(*seeds: int) -> AdapterNeed:
 
 
 def fits(watch: Any, wanted: AdapterNeed) -> bool:
-    return watch.check(wanted).result(timeout=DEADLINE_S)
+    return bool(watch.check(wanted).result(timeout=DEADLINE_S))
 
 
 def test_every_value_of_an_adapter_counts() -> None:
@@ -471,7 +471,7 @@ def test_files_are_read_by_the_thread_only(tmp_path: Path, monkeypatch: pytest.M
     threads = []
     stats_of = adapters_module._stats_of
 
-    def seen(handle: Any) -> list[os.stat_result | None] | None:
+    def seen(handle: Any) -> Any:
         threads.append(threading.current_thread())
         return stats_of(handle)
 
