@@ -88,13 +88,13 @@ class EvictsThenGivesUp(ReferenceLRUManager):
         return output
 
 
-@caught_by("lookup_stops_at_a_block_being_written")
+@caught_by("lookup_each_returns_the_state_of_every_key")
 class ReportsWritingAsHit(ReferenceLRUManager):
     def state(self, key: OffloadKey) -> LookupState:
         return LookupState.HIT if key in self.blocks else LookupState.MISS
 
 
-@caught_by("a_failed_store_vanishes_and_its_slots_are_free")
+@caught_by("used_blocks_are_counted")
 class FailureLeaksTheSlot(ReferenceLRUManager):
     def complete_store(self, blocks: Blocks, req_context: Any = None, success: bool = True) -> None:
         keys = self.named(blocks)
@@ -107,7 +107,7 @@ class FailureLeaksTheSlot(ReferenceLRUManager):
         pass
 
 
-@caught_by("a_failed_key_can_be_stored_again")
+@caught_by("a_store_may_be_completed_in_parts_with_different_ends")
 class FailureIsSuccess(ReferenceLRUManager):
     def complete_store(self, blocks: Blocks, req_context: Any = None, success: bool = True) -> None:
         keys = self.named(blocks)
@@ -144,7 +144,7 @@ class StoresAgainWhatIsInFlight(ReferenceLRUManager):
         return PrepareStoreOutput(again, self.spec([self.blocks[key].slot for key in again]), output.evicted_keys)
 
 
-@caught_by("a_spec_does_not_change_after_it_was_given")
+@caught_by("load_reads_where_the_store_wrote")
 class SpecChangesLater(ReferenceLRUManager):
     def __init__(self, num_blocks: int) -> None:
         super().__init__(num_blocks)
@@ -177,13 +177,13 @@ class UnpinsBeforeItChecks(ReferenceLRUManager):
             super().complete_load([key])
 
 
-@caught_by("touch_is_applied_last_key_first")
+@caught_by("a_duplicate_in_one_touch_counts_where_it_came_first")
 class TouchesFirstKeyFirst(ReferenceLRUManager):
     def touch(self, keys: Keys, req_context: ReqContext | None = None, chain: Keys | None = None) -> None:
         super().touch(unique(keys)[::-1])
 
 
-@caught_by("a_block_passed_over_while_written_keeps_its_place")
+@caught_by("a_pinned_block_that_was_passed_over_is_evicted_from_its_old_place")
 class PassedOverLoseTheirPlace(ReferenceLRUManager):
     def order_evict(self, evictable: set[OffloadKey]) -> OffloadKey:
         while self.order[0] not in evictable:
@@ -428,7 +428,7 @@ class LosesFreedSlots(PlainBackend):
         super().free(slots[1:])
 
 
-@caught_by("a_callers_array_may_be_reused_after_free")
+@caught_by("freeing_twice_is_found")
 class KeepsFreedArrays(PlainBackend):
     def __init__(self, num_blocks: int) -> None:
         super().__init__(num_blocks)

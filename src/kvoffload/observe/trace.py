@@ -37,7 +37,8 @@ FLUSH_EVERY_S = 1.0
 CLOSE_DEADLINE_S = 5.0
 LOCK_DEADLINE_S = 2.0
 """A killed server keeps the lock until the kernel has freed its memory."""
-HEADER, VERSION = "kvoffload_trace", 1
+HEADER = "kvoffload_trace"
+VERSION = 1
 """The first field of a header, and its value."""
 HINTS = ("drop", "expect_return_s", "p_return", "retain_s")
 """The fields of Hints that are written, beside the session."""
