@@ -190,7 +190,8 @@ class TestSleep:
 def test_a_second_scheduler_half_would_be_noticed(run: Runner) -> None:
     """The control: if each handshake makes a new half whose job numbers begin again, it accepts reports of old jobs."""
     config: dict[str, Any] = {**MODES, "slow": 1, "max_tokens": 48, "forgetful": True}
-    result = run("sleeps", **config, connector=POOL, connector_class="ForgetfulKVOffloadConnector")
+    pool = {**POOL, "host_contents": "inclusive"}
+    result = run("sleeps", **config, connector=pool, connector_class="ForgetfulKVOffloadConnector")
     assert wrong_answers(result, run.right("llama", max_tokens=48)) != []
     assert not set(result["answered"]) <= set(result["recorded"])
 
