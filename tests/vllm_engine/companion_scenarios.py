@@ -34,7 +34,7 @@ def multi(connectors: list[dict[str, Any]]) -> dict[str, Any]:
 
 def beside(config: dict[str, Any]) -> dict[str, Any]:
     """Answers the prompts of ``conversations`` with ``connectors``, once per entry of ``rounds``, which may say what is
-    done before: "break" the loads of BrokenExampleConnector from then on and reset kvoffload, or "forget" all files in
+    done before: "break" the loads of BrokenExampleConnector from then on and drop what kvoffload has, or "forget" all files in
     a folder. Then the device's cache is reset. Counts by connector the loads that vLLM has chosen it for."""
     engine = Engine(str(model_of(config["model"])), multi(config["connectors"]), config["engine"])
     outer, loads = engine.scheduler.connector, dict[str, int]()
@@ -48,7 +48,7 @@ def beside(config: dict[str, Any]) -> dict[str, Any]:
         if "break" in what:
             # The worker has a connector of its own.
             type(outer.sub_connectors[0]).is_broken = True
-            half.reset()
+            half.manager.reset()
         if "forget" in what:
             for folder in Path(what["forget"]).iterdir():
                 shutil.rmtree(folder)

@@ -162,5 +162,5 @@ def test_without_prefix_caching_the_server_ends_with_the_fix(run: Runner) -> Non
     child, result = run.start("rounds", **with_lfm2(connector=POOL, engine={"enable_prefix_caching": False}))
     assert child.wait(DEADLINE_S) != 0
     said = result.with_suffix(".log").read_text()
-    assert "ConfigError: mamba_cache_mode=none" in said
+    assert "ConfigError: mamba_cache_mode='none'" in said
     assert "turn prefix caching on" in said
