@@ -34,8 +34,8 @@ def multi(connectors: list[dict[str, Any]]) -> dict[str, Any]:
 
 def beside(config: dict[str, Any]) -> dict[str, Any]:
     """Answers the prompts of ``conversations`` with ``connectors``, once per entry of ``rounds``, which may say what is
-    done before: "break" the loads of BrokenExampleConnector from then on and drop what kvoffload has, or "forget" all files in
-    a folder. Then the device's cache is reset. Counts by connector the loads that vLLM has chosen it for."""
+    done before: "break" the loads of BrokenExampleConnector from then on and drop what kvoffload has, or "forget" all
+    files in a folder. Then the device's cache is reset. Counts by connector the loads that vLLM has chosen it for."""
     engine = Engine(str(model_of(config["model"])), multi(config["connectors"]), config["engine"])
     outer, loads = engine.scheduler.connector, dict[str, int]()
     for each in outer.sub_connectors:

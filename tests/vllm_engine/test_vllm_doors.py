@@ -125,13 +125,21 @@ def test_a_restarted_server_finds_its_chunks_unless_its_weights_were_replaced(
     """Every prompt has some of the changed tokens. Hashes with an unexpected root switch the tier off."""
     options = with_tier(tier=disk(tmp_path / "disk"))
     others = {"model": str(tmp_path / "model"), "new_rows": 128}
-    for is_found, config in ((False, {}), (True, {}), (False, {"patches": ["another root"]}), (False, others)):
+    runs: tuple[tuple[bool, dict[str, Any]], ...] = (
+        (False, {}),
+        (True, {}),
+        (False, {"patches": ["another root"]}),
+        (False, others),
+    )
+    for is_found, config in runs:
+        if config is others:
+            # What these store takes the place of the others' blocks.
+            elsewhere = run("rounds", rounds=1, multiprocessing=True, offloading=options)
         result = run("offloading", rounds=[""], offloading=options, **config)
         assert len(differences(result["outputs"][0], expected)) == (len(expected) if config is others else 0)
         assert (tier_tokens(result) > 0) is is_found
         assert result["off"] == ["patches" in config]
         assert ("set PYTHONHASHSEED=0" in result.log) == ("patches" in config)
-    elsewhere = run("rounds", rounds=1, multiprocessing=True, offloading=options)
     assert differences(elsewhere["outputs"][0], expected) == []
     assert elsewhere["prometheus"]["kvoffload:tier_hit_tokens_total:disk"] > 0, "the frontend makes the metrics"
     assert elsewhere["prometheus"]["kvoffload:tier_capacity_bytes:disk"] == 32 << 20
