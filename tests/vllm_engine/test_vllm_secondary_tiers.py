@@ -180,7 +180,7 @@ class TestDisk(SecondaryTierConformance):
         steps.wait(steps.submit_store(after, keys))
         steps.end(after)
         self.settle(steps)
-        assert steps.find(keys) == keys
+        assert steps.find(keys) == (keys if self.serves_after_drain else [])
         steps.close()
 
     def test_an_idle_step_does_not_ask_the_bridge(self, monkeypatch: pytest.MonkeyPatch) -> None:

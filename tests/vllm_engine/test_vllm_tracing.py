@@ -75,6 +75,10 @@ def ask(server: Server, number: int, flags: str = "01") -> str:
     return trace
 
 
+OPTIONS = {"host_bytes": "64MiB", "host_contents": "inclusive"}
+"""What is stored when it leaves the device is stored for no request."""
+
+
 @pytest.mark.parametrize("is_on", [True, False])
 def test_spans_of_a_request_are_in_its_trace(
     run: Runner, collector: Collector, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_on: bool
@@ -86,7 +90,7 @@ def test_spans_of_a_request_are_in_its_trace(
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", collector.url)
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
     arguments = ["--otlp-traces-endpoint", collector.url] if is_on else []
-    with Server(tmp_path / "model", tmp_path / "server.log", flag(host_bytes="64MiB"), arguments, run) as server:
+    with Server(tmp_path / "model", tmp_path / "server.log", flag(**OPTIONS), arguments, run) as server:
         first, second, unsampled = ask(server, 1), ask(server, 2), ask(server, 3, "00")
         wanted = {(first, "store"), (first, "lookup"), (second, "lookup"), (second, "load")}
         if is_on:
