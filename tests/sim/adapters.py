@@ -19,7 +19,6 @@ class ModelAdapters:
         self.variants = dict.fromkeys(range(1, count + 1), 1)
         """The bytes that each has now, as a number."""
         self.watches: dict[int, ModelAdapterWatch] = {}
-        self.num_replaced = 0
 
     @staticmethod
     def adapter_of(request: Request) -> Adapter | None:
@@ -33,7 +32,6 @@ class ModelAdapters:
     def replace(self, number: int) -> None:
         """Gives an adapter other bytes. Ranks load them at once, or when they compute with them."""
         self.variants[number] += 1
-        self.num_replaced += 1
         at_once = self.random.random() < 0.5
         for watch in self.watches.values():
             if number in watch.loaded:

@@ -196,7 +196,7 @@ class ModelEngine:
             misses=self.policy_manager.history.misses if is_exclusive else None,
             load_deadline_ms=s.load_deadline_ms,
             spans=spans,
-            slot_bytes=[host.shape[1] for host in {id(rank.host): rank.host for rank in self.ranks}.values()],
+            slot_bytes=[pool.shape[1] for pool in self.host_pools],
             clock=self.clock,
         )
         self.batcher = Batcher(s, self.cache, self.scheduler, self.clock, self.random, version, self.lower.adapters)
@@ -233,7 +233,7 @@ class ModelEngine:
         parts = self.scenario.parts.groups(self.groups)
         return TieredOffloadingManager(
             self.policy_manager,
-            lower.make(list({id(rank.host): rank.host for rank in self.ranks}.values())),
+            lower.make(self.host_pools),
             TieringSettings(
                 tokens_per_block(parts),
                 groups=parts,
@@ -246,6 +246,11 @@ class ModelEngine:
             clock=self.clock,
             random=Random(self.scenario.seed).random,
         )
+
+    @property
+    def host_pools(self) -> list[ByteArray]:
+        """Each host pool once: ranks may share one."""
+        return list({id(rank.host): rank.host for rank in self.ranks}.values())
 
     @property
     def version(self) -> int:

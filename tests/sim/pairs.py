@@ -488,7 +488,7 @@ class PairServer(SharingServer):
         billed = sum(
             value for name, value in metrics.items() if name.startswith("tenant_moved_bytes") and ",host" in name
         )
-        block_bytes = sum(host.shape[1] for host in {id(rank.host): rank.host for rank in self.engine.ranks}.values())
+        block_bytes = sum(pool.shape[1] for pool in self.engine.host_pools)
         moved = metrics.get("store_blocks", 0) + metrics.get("load_blocks", 0)
         assert billed == moved * block_bytes, f"{billed} bytes billed, {moved} blocks of {block_bytes} copied"
 

@@ -37,7 +37,7 @@ class UpcomingStep:
     """Requests that finished, with their computed tokens."""
 
     def take(self, has_tokens: bool) -> StepMeta:
-        """Returns what the workers are told, and begins to collect that of the step after."""
+        """Returns the message to the workers, and begins that of the next step."""
         meta, changes = self.meta, self.jobs.changes
         meta.has_tokens, meta.epoch, changes.was_reset = has_tokens, changes.resets, False
         self.meta, self.allocated, self.handed_out, self.finished = StepMeta(), set(), [], []

@@ -159,7 +159,7 @@ class TierBridge:
             may_wait = since is not None and self._clock() - since < self._lookup_deadline_s
             return np.full(len(keys), RETRY if may_wait else MISS, dtype=np.uint8)
         if (states == RETRY).any():
-            # The thread takes in the answer.
+            # The thread reads the answer.
             self._jobs.wake.set()
         return states
 

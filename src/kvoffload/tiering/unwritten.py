@@ -68,7 +68,7 @@ class UnwrittenPins:
             lacking = _lacking(tier, keys)
             may_wait = tier.takes_chains and lacking and len(self.with_room(lacking)) == len(lacking)
             refusal: RetainRefusal | None = RetainRefusal.NOT_WRITTEN
-            # A tenant that may have nothing retained is told so.
+            # A tenant without a quota for retention gets that answer.
             if not lacking or may_wait or self._tenant(lacking[0]) not in self._retaining:
                 refusal = tier.tier.retain(keys, hints.session, hints.retain_s)
             if refusal is None:
