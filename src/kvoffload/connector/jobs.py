@@ -52,8 +52,8 @@ class Job:
     device_blocks: frozenset[int] = frozenset()
     """What a store reads."""
     blocks_of: Mapping[int, int] = field(default_factory=dict)
-    """For how many of its blocks a store of what leaves the device was made, by ``RequestState.number``: the requests
-    may have ended."""
+    """How many blocks a store copies for each request, by ``RequestState.number``, in the group that records count. The
+    requests may have ended."""
     began: int = field(default_factory=time.time_ns)
     """When it was made, in nanoseconds since 1970."""
     epoch: int = 0
@@ -102,7 +102,7 @@ class JobTable:
         states: Sequence[RequestState],
         output: PrepareStoreOutput,
         specs: dict[int, TransferSpec],
-        blocks_of: Mapping[int, int] | None = None,
+        blocks_of: Mapping[int, int],
     ) -> None:
         """Adds the job that stores ``new`` blocks, each with a request that can describe it, and its spec to ``specs``.
         It is for ``states``, or for requests that may have ended, see ``Job.blocks_of``."""
@@ -129,7 +129,7 @@ class JobTable:
                 ids += block.device_blocks
         is_described = self.observer.describes_blocks
         described = [(state, block) for state, block in new if state is not None] if is_described else ()
-        job = Job(True, states, lease, output.keys_to_store, described, frozenset(ids), blocks_of or {})
+        job = Job(True, states, lease, output.keys_to_store, described, frozenset(ids), blocks_of)
         device = DeviceSpec(np.array(ids, dtype=np.int64), tuple(sizes), tuple(firsts))
         specs[self.add(job)] = TransferSpec(states[0].context.req_id if states else "", host, device)
 

@@ -21,7 +21,7 @@ from kvoffload.abc import (
 )
 from kvoffload.cache.bills import MovedBytes
 from kvoffload.cache.history import MAX_PENDING_EVENTS
-from kvoffload.cache.keys import key_group_idx, num_of_group
+from kvoffload.cache.keys import key_group_idx
 from kvoffload.cache.tenants import HOST
 from kvoffload.connector.jobs import Job
 from kvoffload.connector.layout import Block, KeyLayout
@@ -243,15 +243,8 @@ class RequestObserver:
         records, traced = self.records, self._layout.traced
         num_gone = self._num_records - len(records)
         running = {state.number for state in job.states if not state.has_ended}
-        blocks_of = job.blocks_of
-        if len(job.states) == 1:
-            blocks_of = {job.states[0].number: num_of_group(job.keys, traced)}
-        elif job.states:
-            # Requests share a job only if each has one block in it.
-            groups = map(key_group_idx, job.keys)
-            blocks_of = {state.number: int(g == traced) for state, g in zip(job.states, groups, strict=True)}
-        for number, num_blocks in blocks_of.items():
-            if number >= num_gone and num_blocks:
+        for number, num_blocks in job.blocks_of.items():
+            if number >= num_gone:
                 record = records[number - num_gone]
                 record.stored_tokens += num_blocks * self._layout.block_tokens[traced]
                 if number not in running:

@@ -328,6 +328,7 @@ class StorePlanner:
         refused = frozenset(output.refused_keys)
         new: list[tuple[RequestState | None, Block]] = []
         states: dict[int, RequestState] = {}
+        blocks_of, traced = dict[int, int](), self._layout.traced
         # If two requests have the same block, the first one stores it.
         wanted = dict.fromkeys(output.keys_to_store)
         for due in dues:
@@ -340,9 +341,11 @@ class StorePlanner:
                     new.append((state, block))
                     states[id(state)] = state
                     state.blocks.stored.append(key)
+                    if block.group == traced:
+                        blocks_of[state.number] = blocks_of.get(state.number, 0) + 1
                 elif key in refused and block.group not in self._layout.states:
                     state.storing = Storing.REFUSED
-        self._jobs.add_store(new, list(states.values()), output, specs)
+        self._jobs.add_store(new, list(states.values()), output, specs, blocks_of)
 
 
 def _together(layout: KeyLayout) -> int:
