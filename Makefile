@@ -61,13 +61,14 @@ SOAK_SCALE     := 50
 # Above 1: make soak then runs the tests that make test skips because they take long.
 SOAK_SCALE_VLLM := 2
 
-.PHONY: dist docs packages nixl sglang smollm2 nfs-guest help lint unit test interface demo demo-shared bench peers gpu soak install mooncake-libraries servers overlays clean
+.PHONY: dist docs packages nixl sglang smollm2 nfs-guest help lint unit test durations interface demo demo-shared bench peers gpu soak install mooncake-libraries servers overlays clean
 
 help:
 	@echo "make demo       run the same chats through vLLM with and without kvoffload: demo-report/report.html (minutes);"
 	@echo "                another model: ARGS=\"--model random\", or a directory"
 	@echo "make demo-shared  run two vLLM servers on each kind of shared store: demo-report/shared.html"
 	@echo "make test       run the tests, including those on real vLLM"
+	@echo "make durations  the same, and then seconds per folder, per file and per guarantee"
 	@echo "make unit       run the tests that need no vLLM"
 	@echo "make lint       run ruff and mypy"
 	@echo "make docs       build the documentation site, without warnings: site/"
@@ -100,6 +101,10 @@ unit: $(VENV)/.tests $(NATIVE)
 
 test: install
 	$(WITH) $(PYTEST) $(ARGS)
+
+durations: install
+	-$(WITH) $(PYTEST) --junitxml=$(VENV_VLLM)/tests.xml $(ARGS)
+	@$(VENV_VLLM)/bin/python tools/durations.py $(VENV_VLLM)/tests.xml
 
 # Nothing in a page may be loaded from another host.
 docs: $(VENV)/.stamp
