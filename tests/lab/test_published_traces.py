@@ -31,54 +31,6 @@ def prefix(trace: Trace, a: int, b: int) -> int:
     return next((i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), min(len(one), len(other)))
 
 
-# AgentX and kv-cache-tester.
-
-
-def test_agentx() -> None:
-    trace = read_trace(SAMPLES / "agentx.made.jsonl")
-    assert (trace.block_tokens, trace.num_requests, trace.num_problems) == (64, 7, 0)
-    first, agent, second = sessions_of(trace)
-    assert trace.input_tokens[first].tolist() == [640, 896, 1280]
-    assert [prefix(trace, first[0], first[1]), prefix(trace, first[1], first[2])] == [10, 14]
-    assert prefix(trace, *agent) == 6
-    began = trace.times[first[0]]
-    # Absolute times: the subagent starts when its marker says, and its second request 5.5 s later.
-    assert (trace.times[agent] - began).tolist() == pytest.approx([12.5, 18.0])
-    # 7 ids for 377 tokens: the ids of whole blocks count.
-    assert [len(trace.chain(request)) for request in second] == [5, 12]
-    assert not set(trace.chain(first[0]).tolist()) & set(trace.chain(second[0]).tolist())
-
-
-def test_rows_of_a_table_have_nulls_where_a_field_is_missing(tmp_path: Path) -> None:
-    rows = [json.loads(line) for line in (SAMPLES / "agentx.made.jsonl").read_text().splitlines()]
-    fields = {field: None for row in rows for request in row["requests"] for field in request}
-    for row in rows:
-        row |= {"tool_tokens": None, "system_tokens": None}
-        row["requests"] = [fields | request for request in row["requests"]]
-    path = tmp_path / "t.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)))
-    trace, wanted = read_trace(path), read_trace(SAMPLES / "agentx.made.jsonl")
-    assert trace.ids.tolist() == wanted.ids.tolist()
-    assert trace.sessions.tolist() == wanted.sessions.tolist()
-
-
-def test_kv_cache_tester_counts_times_of_subagents_from_their_start() -> None:
-    trace = read_trace(SAMPLES / "kv_cache_tester.made.json")
-    parent, agent = sessions_of(trace)
-    assert trace.times[parent].tolist() == [0.0, 30.0]
-    assert trace.times[agent].tolist() == [12.5, 19.5]
-
-
-def test_a_subagent_a_hair_before_its_marker_has_absolute_times(tmp_path: Path) -> None:
-    (line, _) = (SAMPLES / "agentx.made.jsonl").read_text().splitlines()
-    data = json.loads(line)
-    data["requests"][2]["requests"][0]["t"] -= 1e-7
-    path = tmp_path / "t.json"
-    path.write_text(json.dumps(data))
-    _, agent = sessions_of(trace := read_trace(path))
-    assert trace.times[agent].tolist() == pytest.approx([12.5, 18.0])
-
-
 # Mooncake.
 
 

@@ -15,7 +15,7 @@ from kvoffload.cache.policies.lru import LRUPolicy
 from kvoffload.config import HostContents
 from kvoffload.lab.model import ModelShape
 from kvoffload.lab.readers import read_trace
-from kvoffload.lab.replay import CLAIRVOYANT, ReplayConfig, ReplayResult, replay, replay_many
+from kvoffload.lab.replay import ReplayConfig, ReplayResult, replay, replay_many
 from kvoffload.lab.trace import Trace
 from tests.lab.traces import TRACES, make_trace, needs_traces
 
@@ -370,7 +370,6 @@ def test_an_invalid_setting_is_an_error() -> None:
         ({"device_blocks": -1}, "device_blocks=-1"),
         ({"disk_blocks": -1}, "disk_blocks=-1"),
         ({"store_threshold": 1}, "store_threshold=1: must be 2 or more"),
-        ({"policy": CLAIRVOYANT, "disk_blocks": 5}, "leave device and disk out"),
     ):
         with pytest.raises(ConfigError, match=words):
             ReplayConfig(**{"policy": "lru", "capacity_blocks": 8, **settings})  # type: ignore[arg-type]

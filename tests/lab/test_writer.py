@@ -42,7 +42,6 @@ def figures(trace: Trace) -> list[dict[str, object]]:
 
 SOURCES: list[Path | str] = [
     *sorted(SAMPLES.glob("*.made.jsonl")),
-    SAMPLES / "kv_cache_tester.made.json",
     "chat",
     "agent",
     "documents",

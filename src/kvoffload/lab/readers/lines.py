@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from kvoffload.lab.trace import Floats, Problem, Progress, Trace, TraceBuilder, TraceError
+from kvoffload.lab.trace import Problem, Progress, Trace, TraceBuilder, TraceError
 from kvoffload.units import counted
 
 MAX_LINE_BYTES = 256 << 20
-"""A session of kv-cache-tester is one line and can have tens of MB."""
 MAX_PROBLEMS_KEPT = 100
 MAX_BAD_SHARE = 0.01
 """More lines than this that cannot be used are an error: the file is damaged, or no trace."""
@@ -39,7 +38,7 @@ _KINDS = (
     (rb"BZh[1-9]1AY&SY", "packed with bzip2", "unpack it with bzip2 -d"),
     (rb"PK\x03\x04", "a zip archive", "unpack it with unzip, and give the trace that was in it"),
     (rb"(?s).{257}ustar", "a tar archive", "unpack it with tar -xf, and give the trace that was in it"),
-    (rb"PAR1", "a Parquet file", "give the JSON file that it was made from (in AgentX's data sets traces.jsonl)"),
+    (rb"PAR1", "a Parquet file", "give the JSON file that it was made from"),
     (rb"version https://git-lfs", "a pointer of Git LFS, not the trace itself", "get that with git lfs pull"),
     (rb"(?i)\s*<(!doctype |html)", "a page of a web site, not a trace", "download the file itself"),
     (rb"\xff\xfe|\xfe\xff", "text in UTF-16", "write it in UTF-8: iconv -f UTF-16 -t UTF-8"),
@@ -99,7 +98,7 @@ class Source:
         self,
         rows: TraceBuilder,
         block_tokens: int,
-        delays: Floats | float = 0.0,
+        start: float = 0.0,
         info: Mapping[str, object] | None = None,
     ) -> Trace:
         """Returns the trace of ``rows``, named after the file, with the problems found so far. Arguments as for
@@ -111,7 +110,7 @@ class Source:
         return rows.build(
             self.path.name,
             block_tokens,
-            delays,
+            start,
             problems=tuple(problems.kept),
             num_problems=problems.count,
             info={**(info or {}), "format": self.format},
@@ -160,18 +159,14 @@ class Source:
                     yield number, line
         self.progress(1.0)
 
-    def parsed(self, parse: Callable[[bytes], Parsed]) -> Iterator[tuple[int, Parsed]]:
-        """Yields the numbers of ``lines`` and what ``parse`` returns for each; a line for which it raises ValueError is
-        skipped and counted. Raises TraceError, also if ``parse`` does."""
+    def parsed(self, parse: Callable[[bytes], Parsed]) -> Iterator[Parsed]:
+        """Yields what ``parse`` returns for each of ``lines``; a line for which it raises ValueError is skipped and
+        counted. Raises TraceError."""
         for number, line in self.lines():
             try:
-                found = parse(line)
-            except TraceError:
-                raise
+                yield parse(line)
             except ValueError as error:
                 self.problem(number, error)
-            else:
-                yield number, found
 
     def empty(self) -> NoReturn:
         """Raises TraceError that says why there is no request."""
@@ -290,11 +285,3 @@ def positive_or(block_tokens: int | None, default: int) -> int:
     if type(block_tokens) is not int or not 1 <= block_tokens <= MAX_TOKENS:
         raise TraceError("block_tokens", block_tokens, "must be a whole number, 1 or more")
     return block_tokens
-
-
-def units_in(size: int, unit: int, path: Path) -> int:
-    """Returns how many blocks of ``unit`` tokens, those of the file, a block of ``size`` tokens has. Raises
-    TraceError unless that is a whole number."""
-    if size % unit:
-        raise TraceError("block_tokens", size, f"blocks of {path.name} have {unit} tokens", "use a multiple of that")
-    return size // unit

@@ -74,7 +74,7 @@ def read(source: Source, block_tokens: int | None = None) -> Trace:
     return source.trace(
         rows,
         size,
-        -min(starts),
+        min(starts),
         {
             **header,
             "starts": len(starts),
