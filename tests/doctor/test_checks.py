@@ -10,7 +10,7 @@ import pytest
 
 from kvoffload.doctor.configuration import PlannedServer
 from kvoffload.doctor.directories import mount_of
-from kvoffload.doctor.engine import check_variables, check_version
+from kvoffload.doctor.engine import check_version
 from kvoffload.doctor.findings import Level
 from tests.doctor.rig import findings_of
 
@@ -35,24 +35,6 @@ def test_versions_of_vllm(version: str | None, plan: PlannedServer, id: str, lev
     assert (found.id, found.level) == (id, level)
     # zsh looks for files of that name if a star is not quoted.
     assert "*" not in re.sub("'[^']*'", "", found.fix)
-
-
-@pytest.mark.parametrize(
-    ("environment", "fixes"),
-    [
-        ({}, []),
-        ({"VLLM_PORT": "8000", "VLLM_DP_MASTER_PORT": "29500"}, []),
-        # Of a Service "vllm-pods": vLLM does not read it.
-        ({"VLLM_PODS_PORT": "tcp://10.0.0.7:8000", "VLLM_SERVICE_PORT": "8000"}, []),
-        ({"VLLM_PORT": "tcp://10.0.0.7:8000"}, ["enableServiceLinks: false"]),
-        ({"VLLM_DP_MASTER_PORT": "tcp://10.0.0.7:1"}, ['rename the Service "vllm-dp-master"']),
-        ({"VLLM_PORT": "http"}, ["set VLLM_PORT to a number"]),
-    ],
-)
-def test_variables_that_vllm_cannot_read(environment: dict[str, str], fixes: list[str]) -> None:
-    found = findings_of(partial(check_variables, environment)).values()
-    assert [(each.id, each.level) for each in found] == [("engine.port_variable", Level.PROBLEM)] * len(fixes)
-    assert all(fix in each.fix for fix, each in zip(fixes, found, strict=True))
 
 
 def test_mounts_are_read() -> None:

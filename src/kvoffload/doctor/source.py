@@ -44,26 +44,14 @@ def read_source(text: str) -> ConfigSource:
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
-        if said.endswith((".yaml'", ".yml'")):
-            raise ConfigError(said, NOT_SET, "YAML is not read", "write the same as JSON into a file") from error
         raise ConfigError(said, NOT_SET, f"not JSON ({error})", f"correct it there, or write {_EXAMPLE}") from error
-    if isinstance(content, list) and any(isinstance(each, Mapping) and "kv_connector" in each for each in content):
-        fix = f'write {{"kv_connector": "{SEVERAL}", "kv_role": "kv_both", "{OPTIONS_KEY}": {{"connectors": [...]}}}}'
-        raise ConfigError(said, NOT_SET, "a list, and vLLM takes one connector", fix)
     if not isinstance(content, Mapping):
         raise ConfigError(said, NOT_SET, "not a JSON object", f"write {_EXAMPLE}")
-    for name in content:
-        if name.lstrip("-").replace("-", "_") == "kv_transfer_config":
-            raise ConfigError(said, NOT_SET, f'has the key "{name}" around it', "give only the value of that key")
     if "kv_connector" not in content and OPTIONS_KEY not in content:
         return ConfigSource(content)
-    options = content.get(OPTIONS_KEY)
-    if options is None:
-        options = {}
+    options = content.get(OPTIONS_KEY) or {}
     if not isinstance(options, Mapping):
         raise ConfigError(said, NOT_SET, f"{OPTIONS_KEY} is not a JSON object", f'write "{OPTIONS_KEY}": {{...}}')
-    if OPTIONS_KEY in options:
-        raise ConfigError(said, NOT_SET, f"{OPTIONS_KEY} stands in itself", "write it once")
     if content.get("kv_connector") == SEVERAL:
         entries = options.get("connectors")
         if not isinstance(entries, list):
