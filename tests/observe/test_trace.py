@@ -263,7 +263,8 @@ def test_two_servers_cannot_share_a_file(path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_an_unusable_path_is_an_error_that_names_the_fix(tmp_path: Path) -> None:
-    refused(tmp_path / "none" / "trace.jsonl", "cannot be written: No such file.*; name a file in")
+    refused(tmp_path / "none" / "trace.jsonl", f"there is no directory {tmp_path}/none; make it,.* install -d -m 700")
+    refused(tmp_path, "a directory; name a file in it")
     os.mkfifo(tmp_path / "pipe")
     refused(tmp_path / "pipe", "not a regular file")
 

@@ -346,7 +346,7 @@ def read_records(server: RunningServer, timeout_s: float, of_any_user: bool = Fa
             pid, uid = peer(sock)
             if uid != owner or (owner != os.geteuid() and pid != server.pid):
                 raise RecordsError(f"{server} was ignored: process {pid} of user {uid} answers in its place")
-            return _read(server, _lines(_pieces(sock, deadline)))
+            return _read(server, _lines(sock, deadline))
     except OSError as error:
         raise RecordsError(f"{server} does not answer: {error}") from error
 
@@ -371,10 +371,15 @@ def _read(server: RunningServer, lines: Iterator[bytes]) -> Reading:
     return reading
 
 
-def _lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """Yields lines. Of one that is longer than MAX_LINE_BYTES, only the beginning."""
-    rest = b""
-    for piece in pieces:
+def _lines(sock: socket.socket, deadline: float) -> Iterator[bytes]:
+    """Yields the lines that arrive. Of one that is longer than MAX_LINE_BYTES, only the beginning."""
+    size, rest, is_open = 0, b"", True
+    while is_open:
+        sock.settimeout(_left(deadline))
+        piece = sock.recv(1 << 16)
+        size, is_open = size + len(piece), bool(piece)
+        if size > MAX_ANSWER_BYTES:
+            raise OSError(f"it sent more than {MAX_ANSWER_BYTES:,} bytes")
         *lines, rest = (rest + piece).split(b"\n")
         yield from lines
         rest = rest[: MAX_LINE_BYTES + 1]
@@ -391,19 +396,6 @@ def connect(sock: socket.socket, address: str, deadline: float) -> None:
             return
         except BlockingIOError:
             time.sleep(_CONNECT_RETRY_S)
-
-
-def _pieces(sock: socket.socket, deadline: float) -> Iterator[bytes]:
-    size = 0
-    while True:
-        sock.settimeout(_left(deadline))
-        piece = sock.recv(1 << 16)
-        if not piece:
-            return
-        size += len(piece)
-        if size > MAX_ANSWER_BYTES:
-            raise OSError(f"it sent more than {MAX_ANSWER_BYTES:,} bytes")
-        yield piece
 
 
 def log_record(record: RequestRecord) -> None:
