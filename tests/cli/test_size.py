@@ -221,8 +221,6 @@ def test_what_others_wrote_does_not_control_the_terminal(tmp_path: Path, command
     good = '{"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": [1, 2]}\n'
     (tmp_path / "header.csv").write_text(f"{title},obj_id\n1,2\n")
     (tmp_path / f"{title.replace('/', '')}.jsonl").write_text(good * 200 + title)
-    (tmp_path / "sessions").mkdir()
-    (tmp_path / "sessions" / f"{title}.json").write_text("{")
     for trace in tmp_path.iterdir():
         result = testing.CliRunner().invoke(
             command, [str(trace), *([str(tmp_path / "out")] if command is convert else [])]

@@ -101,7 +101,7 @@ def test_what_would_be_ignored_and_what_is_wrong_with_tiers(tmp_path: Path) -> N
         ({"teir": 3}, "refused", "teir=***: unknown option", "did you mean tier?"),
         ({"tier": {"kind": "disk", "dir": "c", "bytes": 1}}, "refused", "tier.dir='c'", "absolute path"),
     ]
-    cases = [
+    cases: list[Any] = [
         *((extra(entry(tmp_path), **change), *said) for change, *said in of_vllm),
         *((extra(entry(tmp_path, **change)), "refused", FIRST + text, fix) for change, text, fix in of_entries),
         *((sglang(tmp_path, **change), *said) for change, *said in of_sglang),

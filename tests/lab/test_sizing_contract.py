@@ -79,7 +79,7 @@ def test_the_result_equals_a_replay(
 
 def test_a_device_without_room_for_the_longest_request_is_named(trace: Trace) -> None:
     choices = Choices(ram=[60 * GIB], device=11 * GIB)
-    with pytest.raises(ConfigError, match="device='11 GiB': the longest request needs 12 GiB at once"):
+    with pytest.raises(ConfigError, match="the longest request needs 12 blocks of the device"):
         size(trace, MODEL, choices, contract=RETAINED)
 
 
@@ -225,7 +225,7 @@ def test_what_the_contract_costs_the_others_is_shown(path: Path, tmp_path: Path)
 def test_wrong_shares_are_not_called_wrong_json(path: Path, command: Any) -> None:
     wrong = json.dumps({"search": {"retain": {"host": "1TiB"}, "quota": {"host": "1TiB"}}})
     named = "tenants.search.retain.host=1099511627776 (1 TiB): more than half of its quota"
-    for text, words in ((wrong, named), (wrong[:-1], "is not JSON"), ("no-file", "cannot be read")):
+    for text, words in ((wrong, named), (wrong[:-1], "not JSON"), ("no-file", "cannot be read")):
         result = CliRunner().invoke(command, [str(path), "--tenants", text])
         assert result.exit_code == 2
         assert words in result.output

@@ -40,7 +40,6 @@ from kvoffload.lab.replay import (
     ReplayConfig,
     ReplayResult,
     TierUse,
-    least_device_blocks,
     replay_many,
     why_inclusive,
 )
@@ -156,25 +155,13 @@ class _Sizes:
         self._block_bytes = trace.block_tokens * model.bytes_per_token
         self.about = described(trace, model, int(trace.num_distinct * self._block_bytes))
         """The size of the trace, in words."""
-        self._percentages: dict[int, str] = {}
-        """The percentage that the user typed, by blocks, which are rounded down."""
 
         def blocks(option: str, text: str) -> int:
-            found = parse_capacity(text, trace, model, option)
-            if "%" in text:
-                self._percentages.setdefault(found, text.replace(" ", ""))
-            return found
+            return parse_capacity(text, trace, model, option)
 
         self.host = list(dict.fromkeys(blocks("--capacity", text) for text in listed("--capacity", grid.capacities)))
         self.device = 0 if grid.device is None else blocks("--device", grid.device)
         self.disk = 0 if grid.disk is None else blocks("--disk", grid.disk)
-        least = least_device_blocks(trace)
-        if 0 < self.device < least:
-            needed, given = (f"{counted(each, 'block')} ({self.memory(each)})" for each in (least, self.device))
-            raise ConfigError(
-                f"--device={grid.device}: the longest request needs {needed} at once, so no engine could serve it in "
-                f"{given}; give that or more, or leave the device out"
-            )
         self.host_contents = contents_of(grid.host_contents, why_inclusive(self.device, model))
 
     def configs(self, policies: Sequence[str], store_threshold: int | None, contract: Contract) -> list[ReplayConfig]:
@@ -195,8 +182,8 @@ class _Sizes:
         return format_bytes(int(blocks * self._block_bytes))
 
     def percentage(self, blocks: int) -> str:
-        """Returns the percentage of the trace's distinct blocks: as it was typed, or with two digits."""
-        return self._percentages.get(blocks) or f"{float(f'{100 * blocks / self._num_distinct:.2g}'):g}%"
+        """Returns the percentage of the trace's distinct blocks, with two digits."""
+        return f"{float(f'{100 * blocks / self._num_distinct:.2g}'):g}%"
 
 
 # Output.

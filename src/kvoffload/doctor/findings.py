@@ -28,7 +28,6 @@ CHECKS = {
     "memory.fits": "the memory of the configuration fits within the machine and every cgroup",
     "memory.tight": "it takes more than nine tenths of what is available",
     "memory.too_little": "it does not fit, and a server would not start",
-    "memory.overcommit": "vm.overcommit_memory is 2, and the kernel would refuse the pool",
     "memory.shm_fits": "vLLM's host memory fits in /dev/shm",
     "memory.shm_small": "vLLM's host memory does not fit in /dev/shm",
     "memory.locked": "ulimit -l forbids a store's client to pin its memory for RDMA",

@@ -26,11 +26,9 @@ from kvoffload.units import format_bytes
 MEMINFO = Path("/proc/meminfo")
 PINNED_BYTES = 256 << 20
 """What a store's client pins at most for RDMA, beside the memory that it gives to the store."""
-OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
 SHARED_MEMORY = Path("/dev/shm")
 TIGHT_SHARE = 0.9
 """A pool that takes more of the available memory than this leaves too little for the engine."""
-_OVERCOMMIT_NEVER = 2
 
 
 def check(plan: PlannedServer, report: Report) -> None:
@@ -100,7 +98,6 @@ def _check_memory(plan: PlannedServer, report: Report) -> None:
     else:
         text = f"{what} is {format_bytes(needed)} of {format_bytes(available)} available {where}{taken}"
         report.found("memory.fits", Level.OK, text, figures=figures)
-    _check_overcommit(needed, report)
     check_shared_memory(plan, report)
 
 
@@ -119,22 +116,6 @@ def check_shared_memory(plan: PlannedServer, report: Report, at: Path = SHARED_M
         f"{at}, else mount -o remount,size=...; or {plan.set_host_bytes(free * 8 // 10)}"
     )
     report.found("memory.shm_small", Level.PROBLEM, f"{text}: vLLM does not start", fix, figures=figures)
-
-
-def _check_overcommit(needed: int, report: Report) -> None:
-    mode = 0
-    with suppress(OSError, ValueError):
-        mode = int(OVERCOMMIT.read_text())
-    if mode != _OVERCOMMIT_NEVER:
-        return
-    left = meminfo_field(MEMINFO, "CommitLimit") - meminfo_field(MEMINFO, "Committed_AS")
-    if needed > left:
-        text = (
-            f"vm.overcommit_memory is 2, and the kernel commits only {format_bytes(max(0, left))} more: allocating the "
-            "pool would fail"
-        )
-        fix = "sysctl vm.overcommit_memory=0, or raise vm.overcommit_ratio"
-        report.found("memory.overcommit", Level.PROBLEM, text, fix, figures={"commit_left_bytes": left})
 
 
 def _check_locked_memory(plan: PlannedServer, report: Report) -> None:

@@ -712,27 +712,17 @@ class ExclusiveRun(Run):
         return self.trace.keys_of(np.array(blocks, dtype=np.int64)) if blocks else []
 
 
-def least_device_blocks(trace: Trace) -> int:
-    """Returns how many device blocks the longest request needs at once."""
-    return int(_device_blocks_of(trace).max(initial=0))
-
-
-def _device_blocks_of(trace: Trace) -> Ints:
-    """Returns how many device blocks each request needs."""
-    held: Ints = -(-(trace.input_tokens + trace.output_tokens) // trace.block_tokens)
-    return held
-
-
 def _device(trace: Trace, num_blocks: int) -> DeviceCache:
-    longest = least_device_blocks(trace)
+    needed: Ints = -(-(trace.input_tokens + trace.output_tokens) // trace.block_tokens)
+    longest = int(needed.max(initial=0))
     if longest > num_blocks:
         raise ConfigError(
             "device_blocks",
             num_blocks,
-            f"the longest request needs {longest} at once, so no engine could serve it",
+            f"the longest request needs {longest} blocks of the device at once, so no engine could serve it",
             f"use {longest} or more, or leave the device out",
         )
-    used = min(num_blocks, max(1, int(_device_blocks_of(trace).sum())))
+    used = min(num_blocks, max(1, int(needed.sum())))
     if used > MAX_DEVICE_BLOCKS:
         raise ConfigError("device_blocks", num_blocks, f"a replay supports at most {MAX_DEVICE_BLOCKS:,}", "use fewer")
     return DeviceCache(used, trace.num_distinct)

@@ -279,27 +279,17 @@ class RunningServer:
     def __str__(self) -> str:
         return f"process {self.pid} ({self.name})"
 
-    @property
-    def command(self) -> list[str]:
-        """The command line of the server, as far as this process may read it: its engine's processes have another
-        name."""
+    def describe(self) -> str:
+        """Returns its process, and the model and the port in the command of its engine, if this process may read it."""
         for pid in (self.pid, *ancestors(self.pid)):
             with contextlib.suppress(OSError):
-                words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-                if "serve" in words or any("api_server" in word or "launch_server" in word for word in words):
-                    return words
-        return []
-
-    def describe(self) -> str:
-        """Returns its process, and the model and the port that its command names."""
-        words = [*self.command, ""]
-        given = dict(itertools.pairwise(words)) | dict(
-            word.split("=", 1) for word in words if word.startswith("--") and "=" in word
-        )
-        model = given.get("--model") or given.get("--model-path") or given.get("serve", "")
-        known = [model] if model and not model.startswith("-") else []
-        known += [f"port {given['--port']}"] if "--port" in given else []
-        return f"process {self.pid}" + (f" ({', '.join(map(printable, known))})" if known else "")
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
+                model = re.search(r" (?:serve |--model(?:-path)?[ =])([^ -][^ ]*)", command)
+                port = re.search(r" --port[ =]([^ ]+)", command)
+                if model is not None:
+                    known = [model[1], *([f"port {port[1]}"] if port is not None else [])]
+                    return f"process {self.pid} ({', '.join(map(printable, known))})"
+        return f"process {self.pid}"
 
 
 def ancestors(pid: int) -> Iterator[int]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvoffload.lab.readers import bailian, mooncake, recorded
-from kvoffload.lab.readers.lines import BOM, Problems, Source
+from kvoffload.lab.readers.lines import BOM, Source
 from kvoffload.lab.trace import Progress, Trace, TraceError
 from kvoffload.observe.trace import HEADER
 from kvoffload.printable import printable
@@ -42,7 +42,7 @@ def read_trace(
     """
     if not str(source):
         raise TraceError("trace", "", "", "give the path of a file")
-    file = Source(Path(source).expanduser(), Problems(skip_bad_lines), on_progress)
+    file = Source(Path(source).expanduser(), skip_bad_lines, on_progress)
     if format not in (None, *FORMATS):
         raise TraceError("format", format, "unknown", f"use one of {', '.join(FORMATS)}")
     file.check_kind()

@@ -48,43 +48,22 @@ _KINDS = (
 Parsed = TypeVar("Parsed")
 
 
-class Problems:
-    """The lines that cannot be used: the first of them, and their number."""
-
-    def __init__(self, skip: bool = False) -> None:
-        self.kept: list[Problem] = []
-        self.count = 0
-        self.num_torn = 0
-        """How many of them a killed server had not written to their end."""
-        self.ends_early = False
-        """Whether an unknown number of lines cannot be read."""
-        self._skip = skip
-
-    def add(self, problem: Problem) -> None:
-        self.count += 1
-        if len(self.kept) < MAX_PROBLEMS_KEPT:
-            self.kept.append(problem)
-
-    def check(self, what: str, num_requests: int) -> None:
-        """Raises TraceError if there are too many beside ``num_requests`` lines that can be used."""
-        bad, total = self.count - self.num_torn, self.count + num_requests
-        if self._skip or not (self.ends_early or bad > MAX_BAD_SHARE * total):
-            return
-        reasons = "; ".join(str(problem) for problem in self.kept[:_REASONS])
-        raise TraceError(
-            f"{what}, {self.count:,} of {counted(total, 'line')} cannot be used: {reasons}. To go on with the others, "
-            "give --skip-bad-lines (skip_bad_lines=True)"
-        )
-
-
 class Source:
-    """One file of a trace. ``on_progress`` gets the share of it that was read."""
+    """The file of a trace. ``skips``: whether any number of lines may be useless. ``on_progress`` gets the share of it
+    that was read."""
 
-    def __init__(self, path: Path, problems: Problems, on_progress: Progress | None = None) -> None:
+    def __init__(self, path: Path, skips: bool, on_progress: Progress | None = None) -> None:
         self.path = path
-        self.problems = problems
         self.format = ""
         """The format that it is read as; empty until that is known."""
+        self.problems: list[Problem] = []
+        """The first of the lines that cannot be used."""
+        self.num_problems = 0
+        self.num_torn = 0
+        """How many of them a killed server had not written to their end."""
+        self._ends_early = False
+        """Whether an unknown number of lines cannot be read."""
+        self._skips = skips
         self._on_progress = on_progress
 
     def check_kind(self) -> None:
@@ -105,20 +84,27 @@ class Source:
         ``TraceBuilder.build``. Raises TraceError if there is no request, or if too few lines can be used."""
         if rows.num_requests == 0:
             self.empty()
-        problems = self.problems
-        problems.check(f"{self.path}: read as {self.format}", rows.num_requests)
+        bad, total = self.num_problems - self.num_torn, self.num_problems + rows.num_requests
+        if not self._skips and (self._ends_early or bad > MAX_BAD_SHARE * total):
+            reasons = "; ".join(map(str, self.problems[:_REASONS]))
+            raise TraceError(
+                f"{self.path}: read as {self.format}, {self.num_problems:,} of {counted(total, 'line')} cannot be "
+                f"used: {reasons}. To go on with the others, give --skip-bad-lines (skip_bad_lines=True)"
+            )
         return rows.build(
             self.path.name,
             block_tokens,
             start,
-            problems=tuple(problems.kept),
-            num_problems=problems.count,
+            problems=tuple(self.problems),
+            num_problems=self.num_problems,
             info={**(info or {}), "format": self.format},
         )
 
     def problem(self, line: int, reason: object) -> None:
         """Counts a line that cannot be used."""
-        self.problems.add(Problem(str(self.path), line, str(reason)))
+        self.num_problems += 1
+        if self.num_problems <= MAX_PROBLEMS_KEPT:
+            self.problems.append(Problem(str(self.path), line, str(reason)))
 
     def progress(self, share: float) -> None:
         if self._on_progress is not None:
@@ -147,7 +133,7 @@ class Source:
                         rest = stream.readline(MAX_LINE_BYTES)
                 except (OSError, EOFError, zlib.error) as error:
                     self.problem(number, f"the file cannot be read beyond this line: {error}")
-                    self.problems.ends_early = True
+                    self._ends_early = True
                     break
                 if not line:
                     break
@@ -170,11 +156,11 @@ class Source:
 
     def empty(self) -> NoReturn:
         """Raises TraceError that says why there is no request."""
-        if not self.problems.count:
+        if not self.num_problems:
             raise TraceError(f"{self.path}: the trace is empty: it has no request")
         raise TraceError(
-            f"{self.path}: read as {self.format or 'a trace'}, it has no valid request: {self.problems.count:,} "
-            f"invalid, the first: {self.problems.kept[0]}"
+            f"{self.path}: read as {self.format or 'a trace'}, it has no valid request: {self.num_problems:,} "
+            f"invalid, the first: {self.problems[0]}"
         )
 
 
