@@ -304,7 +304,6 @@ class IntegrationConfig:
 
 
 def _check_known(options: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Raises ConfigError for an option that is not ``known``."""
     for name in options:
         if name not in known:
             raise unknown(name, options[name], "option", known)

@@ -257,6 +257,7 @@ def test_a_turn_comes_after_the_end_of_the_one_before(tmp_path: Path) -> None:
 
 # Files that are no trace.
 
+PACKED = "packed with zstd, xz or bzip2; unpack it"
 COUNTS = "token counts without block names: they do not say which prompts begin alike"
 
 
@@ -282,14 +283,11 @@ COUNTS = "token counts without block names: they do not say which prompts begin 
         (b"{'input_length': 9, 'hash_ids': [1]}\n", "has hash_ids, and is not JSON; write one object per line"),
         (b"Count the tokens of this.\n", "the format is not recognized"),
         (b'{"timestamp": 0, "prompt": 9, "output_tokens": 4}\n', COUNTS),
-        (b"\x28\xb5\x2f\xfd\x04\x00", "packed with Zstandard; unpack it with zstd -d"),
-        (lzma.compress(b"{}"), "packed with xz; unpack it with xz -d"),
-        (bz2.compress(b"{}"), "packed with bzip2; unpack it with bzip2 -d"),
-        (b"PK\x03\x04\x14\x00", "a zip archive; unpack it"),
-        (
-            gzip.compress(b"trace.jsonl".ljust(257, b"\0") + b"ustar\x0000", mtime=0),
-            "a tar archive; unpack it with tar -xf",
-        ),
+        (b"\x28\xb5\x2f\xfd\x04\x00", PACKED),
+        (lzma.compress(b"{}"), PACKED),
+        (bz2.compress(b"{}"), PACKED),
+        (b"PK\x03\x04\x14\x00", "an archive; unpack it"),
+        (gzip.compress(b"trace.jsonl".ljust(257, b"\0") + b"ustar\x0000", mtime=0), "an archive; unpack it"),
         (b"PAR1\x15", "a Parquet file; give the JSON file"),
         (b"<!DOCTYPE html>\n<html>", "a page of a web site, not a trace"),
         ('{"timestamp": 0}\n'.encode("utf-16"), "text in UTF-16; write it in UTF-8"),

@@ -92,6 +92,5 @@ def _tiers_table(rows: Sequence[tuple[Usage, str]], total: Usage) -> Table:
 
 
 def _add(table: Table, usage: Usage, total: Usage, *cells: str) -> None:
-    """Adds a row that begins with the name of the tenant."""
     name = "total" if usage is total else "-" if usage.tenant is None else printable(usage.tenant)
     table.add_row(name, *cells, style="bold" if usage is total else None)

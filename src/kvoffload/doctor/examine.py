@@ -157,7 +157,6 @@ class _Examiner:
         self._add("doctor.failed", f"the check failed{self._doing}: {failure}", fix)
 
     def _add(self, id: str, text: str, fix: str) -> None:
-        """Adds a problem of the current check."""
         area, tier = self._check["begin"], self._check["tier"]
         self._found({"id": id, "level": Level.PROBLEM, "area": area, "tier": tier, "text": text, "fix": fix})
 

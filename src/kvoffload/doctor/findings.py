@@ -30,7 +30,6 @@ CHECKS = {
     "memory.too_little": "it does not fit, and a server would not start",
     "memory.shm_fits": "vLLM's host memory fits in /dev/shm",
     "memory.shm_small": "vLLM's host memory does not fit in /dev/shm",
-    "memory.locked": "ulimit -l forbids a store's client to pin its memory for RDMA",
     "memory.not_shared": "a sandbox keeps another process of this user from opening a pool",
     "directory.private": "it belongs to this user or root, others cannot write to it, and no server uses it",
     "directory.refused": "another owner, open to others, a symbolic link, or not a directory",

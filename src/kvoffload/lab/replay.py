@@ -769,7 +769,6 @@ def _by_tenant(trace: Trace, contract: Contract, found: Ints) -> tuple[TenantFou
 
 
 def _leading(ready: npt.NDArray[np.bool_]) -> int:
-    """Returns the number of leading True values."""
     if not len(ready):
         return 0
     first = int(ready.argmin())

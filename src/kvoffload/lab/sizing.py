@@ -152,10 +152,6 @@ class Sizing:
     choices: Choices
 
     @property
-    def device_bytes(self) -> int:
-        return self.choices.device
-
-    @property
     def best(self) -> Setting:
         """The chosen setting, or else the one with the lowest TTFT p95."""
         return self.chosen or _fastest(self.settings)
@@ -163,14 +159,14 @@ class Sizing:
     @property
     def answer(self) -> str:
         """The result in sentences."""
-        device = [f"The device's own cache has {format_bytes(self.device_bytes)}."] if self.device_bytes else []
+        device = [f"The device's own cache has {format_bytes(self.choices.device)}."] if self.choices.device else []
         return " ".join((*device, *_verdict(self), *_marginal(self)))
 
     @property
     def places(self) -> list[str]:
         """Which of the ``parts`` of settings to show."""
         has_disk = any(setting.disk_bytes for setting in self.settings)
-        return [*(["device"] if self.device_bytes else []), "RAM", *(["disk"] if has_disk else [])]
+        return [*(["device"] if self.choices.device else []), "RAM", *(["disk"] if has_disk else [])]
 
     def table(self) -> list[list[str]]:
         """Returns the titles of the columns, and a row per setting."""
@@ -203,7 +199,7 @@ class Sizing:
         return {
             "answer": self.answer,
             "policy": self.policy,
-            "device_bytes": self.device_bytes,
+            "device_bytes": self.choices.device,
             "block_bytes": self.block_bytes,
             "footprint_bytes": self.footprint_bytes,
             "ceiling": plain(self.ceiling),
@@ -542,7 +538,7 @@ def footnote(speeds: Speeds, sizing: Sizing) -> str:
             "fastest one saves."
         )
     device = " The device's own cache counts as a part of RAM; --device sets it apart."
-    if sizing.device_bytes:
+    if sizing.choices.device:
         repeats = "does not repeat" if sizing.choices.host_contents is HostContents.EXCLUSIVE else "repeats"
         device = f" RAM {repeats} what the device holds."
     replayed = (

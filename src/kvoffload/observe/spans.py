@@ -134,7 +134,6 @@ class RequestSpans:
 
 
 def _found(record: RequestRecord | None) -> dict[str, Any]:
-    """Returns what a request found, as attributes."""
     if record is None:
         return {}
     attributes: dict[str, Any] = {

@@ -70,7 +70,6 @@ def _guess(source: Source) -> str:
 
 
 def _what(head: bytes, first: bytes) -> str:
-    """Says what a file is that names no blocks, and what to do."""
     if _NAMES in head:
         return f"sessions with lists of requests; write one request per line, as one of {', '.join(FORMATS)} has them"
     if b"hash_ids" in head:

@@ -33,11 +33,8 @@ _REASONS = 3
 _HEAD_BYTES = 512
 BOM = b"\xef\xbb\xbf"
 _KINDS = (
-    (rb"\x28\xb5\x2f\xfd", "packed with Zstandard", "unpack it with zstd -d"),
-    (rb"\xfd7zXZ\x00", "packed with xz", "unpack it with xz -d"),
-    (rb"BZh[1-9]1AY&SY", "packed with bzip2", "unpack it with bzip2 -d"),
-    (rb"PK\x03\x04", "a zip archive", "unpack it with unzip, and give the trace that was in it"),
-    (rb"(?s).{257}ustar", "a tar archive", "unpack it with tar -xf, and give the trace that was in it"),
+    (rb"\x28\xb5\x2f\xfd|\xfd7zXZ\x00|BZh[1-9]1AY&SY", "packed with zstd, xz or bzip2", "unpack it"),
+    (rb"PK\x03\x04|(?s:.{257}ustar)", "an archive", "unpack it, and give the trace that was in it"),
     (rb"PAR1", "a Parquet file", "give the JSON file that it was made from"),
     (rb"version https://git-lfs", "a pointer of Git LFS, not the trace itself", "get that with git lfs pull"),
     (rb"(?i)\s*<(!doctype |html)", "a page of a web site, not a trace", "download the file itself"),
