@@ -77,20 +77,6 @@ def test_tiers_and_filter(trace: Path) -> None:
     assert entry["misses"]["not_admitted"] > 0
 
 
-def test_speeds_and_model_change_what_a_hit_saves(trace: Path, tmp_path: Path) -> None:
-    config = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "dtype": "float16"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    arguments = (trace, "--capacity", 6, "--json")
-    plain, slow, small = (
-        json.loads(run(*arguments, *more).stdout)[0]
-        for more in ((), ("--prefill-speed", 100), ("--model", tmp_path / "config.json"))
-    )
-    assert slow["ttft_p95_s"] > plain["ttft_p95_s"]
-    assert slow["prefix_hit_tokens"] == small["prefix_hit_tokens"] == plain["prefix_hit_tokens"]
-    assert small["tiers"][0]["written_bytes"] < plain["tiers"][0]["written_bytes"]
-    assert small["saved_flops_pct"] != plain["saved_flops_pct"]
-
-
 @pytest.mark.parametrize("width", [80, 120])
 def test_tables_fit_and_mark_the_best(trace: Path, width: int) -> None:
     capacities = ",".join(map(str, range(1, 12)))
@@ -148,19 +134,6 @@ def test_a_page_with_all_plots(trace: Path, tmp_path: Path) -> None:
         run(trace, "--capacity", capacities, "--html", page)
         assert page.read_text().count("<svg") == curves + bars
         assert ("Percent of all prompt tokens" in page.read_text()) is bool(curves)
-
-
-def test_invalid_lines_are_reported_and_skipped(trace: Path) -> None:
-    good = trace.read_text()
-    trace.write_text(good + "no json\n" + line(99_000, [1], input_length=-1) + "\n")
-    done = run(trace, "--capacity", 4, "--json", "--skip-bad-lines")
-    assert done.exit_code == 0
-    assert json.loads(done.stdout)[0]["requests"] == len(CHAINS)
-    assert "skipped 2 lines" in done.stderr
-    assert f"{trace}:{len(CHAINS) + 1}: " in done.stderr
-    done = run(trace, "--capacity", 4, "--json")
-    assert (done.exit_code, done.stdout) == (2, "")
-    assert f"{trace}:{len(CHAINS) + 1}: " in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -244,15 +217,6 @@ def test_output_that_cannot_be_written(trace: Path) -> None:
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert done.stderr.startswith("kvoffload replay: cannot write the output: No space left on device")
-
-
-def test_an_empty_or_missing_trace(tmp_path: Path) -> None:
-    empty = tmp_path / "empty.jsonl"
-    empty.touch()
-    for path in (empty, tmp_path / "missing"):
-        done = testing.CliRunner().invoke(cli.group(), ["replay", str(path)])
-        assert (done.exit_code, done.stdout) == (2, "")
-        assert done.stderr.count("\n") == 1
 
 
 def test_host_memory_that_does_not_repeat_the_device(trace: Path, tmp_path: Path) -> None:

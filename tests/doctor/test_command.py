@@ -20,12 +20,12 @@ from kvoffload.abc import ConfigError
 from kvoffload.cli import group
 from kvoffload.doctor import configuration, examine
 from kvoffload.doctor.examine import Examination
-from kvoffload.doctor.findings import AREAS, CHECKS, Area, Finding, Level, Report, hide, secrets_in
+from kvoffload.doctor.findings import AREAS, CHECKS, Area, Finding, Level, hide, secrets_in
 from kvoffload.doctor.integrations import Integration
-from kvoffload.doctor.report import show, verdict
+from kvoffload.doctor.report import show
 from kvoffload.doctor.source import read_source
 from kvoffload.tiers.remote.config import RemoteTierConfig
-from tests.doctor.rig import LLAMA, QUICK, diagnose, findings_of, judge, look_at, model_file, needs_root
+from tests.doctor.rig import LLAMA, QUICK, diagnose, findings_of, judge, model_file, needs_root
 
 HERE = "tests.doctor.test_command"
 
@@ -95,23 +95,6 @@ def test_a_fix_stands_by_itself_and_a_separator_in_a_value_is_part_of_it() -> No
     assert found["config.refused"].fix.startswith("say how much of that disk to use")
 
 
-def test_one_wrong_setting_is_one_error() -> None:
-    disk = {"host_bytes": "64MiB", "disk_dir": "/var/cache/kvoffload", "disk_bytes": "1GiB"}
-    wrong: dict[str, dict[str, Any]] = {
-        "disk_dir": {**disk, "disk_dir": "cache"},
-        "disk_bytes": {**disk, "disk_bytes": "much"},
-    }
-    wrong["tiers[3]"] = {"host_bytes": "64MiB", "tiers[3]": 1}
-    wrong["tier"] = {"host_bytes": "64MiB", "tier": {"kind": "redis", "url": "redis://h:6379"}}
-    found = {}
-    for name, options in wrong.items():
-        config, _, (found[name],) = configuration.read_config(Integration.CONNECTOR, options)
-        assert config is None
-        assert found[name].setting == name
-    assert str(found["tiers[3]"]).startswith("tiers[3]=***: unknown option")
-    assert "did you mean tiers?" in found["tier"].fix
-
-
 def test_an_error_of_each_entry_is_listed_and_the_right_ones_are_kept() -> None:
     right, wrong = {"kind": "redis", "url": "redis://h:6379"}, {"kind": "disk", "dir": "cache", "bytes": "1GiB"}
     options = {"host_bytes": "64MiB", "policy": "none", "tiers": [wrong, right, {"kind": "disc"}], "tenants": 3}
@@ -167,18 +150,6 @@ def test_contents_that_a_server_would_refuse(tmp_path: Path) -> None:
     )
 
 
-def test_a_password_that_others_may_read(tmp_path: Path) -> None:
-    password = tmp_path / "password"
-    password.write_text("secret")
-    tier = {"kind": "redis", "url": "redis://localhost:6379", "password_file": str(password)}
-    for mode, is_open in ((0o600, False), (0o644, True)):
-        password.chmod(mode)
-        found = judge({"host_bytes": "64MiB", "tiers": [tier]})
-        assert found["config.valid"].text.endswith("tiers: redis")
-        assert ("config.key_file_open" in found) == is_open
-    assert f"password_file='{password}'" in found["config.key_file_open"].text
-
-
 @needs_root
 @pytest.mark.parametrize(
     ("owner", "mode", "is_open"), [(0, 0o600, False), (0, 0o440, True), (2000, 0o440, False), (2000, 0o444, True)]
@@ -223,12 +194,6 @@ def test_findings_are_grouped_and_fixes_stand_below() -> None:
     assert max(map(len, lines)) <= 60
     assert "Tier disk" in lines
     assert printed(FOUND, 60, "ascii").isascii()
-
-
-def test_the_verdict_says_what_counts() -> None:
-    assert verdict(Examination(FOUND[:1])) == "Nothing stops or slows this deployment."
-    assert verdict(Examination(FOUND[2:])) == "Nothing stops this deployment; 1 warning."
-    assert verdict(Examination(FOUND[1:2])) == "1 problem: fix it before you deploy."
 
 
 def test_secrets_are_hidden() -> None:
@@ -292,17 +257,6 @@ def test_time_that_a_check_waits_for_a_processor_does_not_count(monkeypatch: pyt
     monkeypatch.setattr(examine, "_waited_s", waited_s)
     diagnose(with_tiers("hangs"), effort=replace(QUICK, deadline_s=1.0)).one("doctor.hung", "odd")
     assert waits[-1] - waits[0] > 2.0
-
-
-def test_a_check_that_is_to_end_cleans_up_first() -> None:
-    said: list[Mapping[str, Any]] = []
-    report = Report(said.append)
-    report.is_ended = True
-    report.clean_up("removes")
-    with pytest.raises(SystemExit):
-        report.stage("goes on")
-    report.stage("cannot remove")
-    assert said == [{"stage": "removes"}, {"stage": "cannot remove"}]
 
 
 def test_every_id_is_listed() -> None:
@@ -374,11 +328,3 @@ def test_options_one_level_up() -> None:
     assert "one level below" in found["config.misplaced"].fix
     assert found["config.refused"].text == "host_bytes=64: 64 bytes are of no use"
     assert 'did you mean host_bytes="64GiB"?' in found["config.refused"].fix
-
-
-def test_a_disk_that_may_not_be_mounted(tmp_path: Path) -> None:
-    assert look_at(tmp_path / "kv")["directory.missing"].level is Level.NOTE
-    found = look_at(tmp_path / "nvme" / "kv")["directory.missing"]
-    assert found.level is Level.WARNING
-    assert "another file system may not be mounted" in found.text
-    assert found.fix.startswith("mount it")

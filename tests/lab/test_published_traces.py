@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from itertools import pairwise
@@ -34,14 +33,6 @@ def prefix(trace: Trace, a: int, b: int) -> int:
 # Mooncake.
 
 
-def test_mooncake_toolagent() -> None:
-    trace = read_trace(SAMPLES / "mooncake_toolagent.made.jsonl")
-    assert (trace.block_tokens, trace.num_requests, trace.num_distinct) == (512, 4, 20)
-    assert trace.times.tolist() == [0.0, 3.0, 3.0, 6.0]
-    assert [prefix(trace, 0, 1), prefix(trace, 1, 2), prefix(trace, 2, 3)] == [12, 1, 1]
-    assert (trace.num_sessions, trace.num_tenants) == (0, 0)
-
-
 # Bailian.
 
 
@@ -61,26 +52,6 @@ def test_bailian() -> None:
     assert (prefix(larger, 0, 1), prefix(larger, 0, 2)) == (0, 3)
     with pytest.raises(TraceError, match=r"block_tokens=40: blocks of bailian\.made\.jsonl have 16 tokens"):
         read_trace(path, block_tokens=40)
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "reason"),
-    [
-        ("parent_chat_id", -2, "parent_chat_id=-2: not a whole number, -1 or more"),
-        ("chat_id", "7", "chat_id='7'"),
-        ("hash_ids", [1], "1 hash_ids for input_length=33, which has 3 blocks of 16 tokens"),
-        ("timestamp", None, "timestamp=None"),
-    ],
-)
-def test_invalid_lines_of_bailian(tmp_path: Path, field: str, value: object, reason: str) -> None:
-    lines = (SAMPLES / "bailian.made.jsonl").read_text().splitlines()
-    lines[1] = json.dumps(json.loads(lines[1]) | {field: value})
-    path = tmp_path / "t.jsonl"
-    path.write_text("\n".join(lines))
-    trace = read_trace(path, skip_bad_lines=True)
-    assert trace.num_requests == 4
-    assert [problem.line for problem in trace.problems] == [2]
-    assert reason in trace.problems[0].reason
 
 
 # Conversations with text.

@@ -115,15 +115,6 @@ def test_a_recorded_trace_can_be_read_back(path: Path) -> None:
     assert 0 <= trace.times[0] <= trace.times[-1] < 60
 
 
-def test_blocks_of_several_device_blocks(path: Path) -> None:
-    recording = Recording(path, factor=2)
-    recording.serve(prompt(20))
-    recording.serve(prompt(16))
-    trace = recording.read()
-    assert trace.block_tokens == 2 * TOKENS
-    assert [trace.chain(r).tolist() for r in range(2)] == [[0, 1], [0, 1]]
-
-
 def test_the_file_contains_no_text_of_a_request(path: Path) -> None:
     recording = Recording(path)
     request = recording.serve(prompt(40, start=123_456_000), output=2)
