@@ -32,7 +32,7 @@ def found_by_bound(trace: Trace, capacity: int) -> tuple[Ints, float]:
             new = sorted((block for block in part if block not in held), key=uses.__getitem__)
             num_wanted = len(new)
             while len(held) + len(new) > capacity:
-                while furthest and (held.get(furthest[0][1]) != -furthest[0][0] or furthest[0][1] in uses):
+                while furthest and held.get(furthest[0][1]) != -furthest[0][0]:
                     heapq.heappop(furthest)
                 if furthest and -furthest[0][0] > uses[new[-1]]:
                     del held[heapq.heappop(furthest)[1]]
