@@ -247,7 +247,7 @@ COUNTS = "token counts without block names: they do not say which prompts begin 
         (b'[{"timestamp": 0, "hash_ids": [1]}]', "one JSON array; write one object per line: jq"),
         (
             b'{"id": "s", "block_size": 64, "requests": [{"t": 0, "in": 64, "out": 5, "hash_ids": [1]}]}\n',
-            "sessions with lists of requests; .* one of mooncake, recorded, bailian",
+            "sessions with lists of requests; .* as in mooncake, recorded, bailian",
         ),
         (
             b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 13\n",

@@ -71,9 +71,7 @@ def _guess(source: Source) -> str:
 
 def _what(head: bytes, first: bytes) -> str:
     if _NAMES in head:
-        return (
-            f"sessions with lists of requests; write one request per line, in the format of one of {', '.join(FORMATS)}"
-        )
+        return f"sessions with lists of requests; write one request per line, as in {', '.join(FORMATS)}"
     if b"hash_ids" in head:
         return (
             "has hash_ids, and is not JSON; write one object per line, such as "
