@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 import os
@@ -174,6 +175,15 @@ def test_inspect_and_verify_change_nothing(directory: Path) -> None:
     assert contents(directory) == before
 
 
+def test_a_key_that_appears_twice_counts_once(directory: Path) -> None:
+    index = directory / FINGERPRINT / INDEX_NAME
+    free = only_folder(directory).num_blocks
+    data = bytearray(index.read_bytes())
+    data[record_offset(free) : record_offset(free + 1)] = data[record_offset(0) : record_offset(1)]
+    index.write_bytes(data)
+    assert only_folder(directory).num_blocks == NUM_BLOCKS
+
+
 def test_a_directory_in_use_is_reported_and_can_be_inspected(tmp_path: Path) -> None:
     tier = fill(tmp_path / "cache")
     (part,) = as_json("inspect", tmp_path / "cache")["parts"]
@@ -255,6 +265,14 @@ def test_an_index_without_a_header(directory: Path) -> None:
     assert "No block is bad" not in output
 
 
+def test_an_index_that_ends_early(directory: Path) -> None:
+    os.truncate(directory / FINGERPRINT / INDEX_NAME, record_offset(11) + 50)
+    folder = only_folder(directory)
+    assert folder.num_blocks == 11
+    assert folder.findings == [f"the index ends early: it has records of 11 of {folder.capacity_blocks} slots"]
+    assert invoke("verify", directory).exit_code == 0
+
+
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("slab-00000")])
 def test_an_index_that_is_not_a_regular_file(directory: Path, make: Callable[[Path], None]) -> None:
     index = directory / FINGERPRINT / INDEX_NAME
@@ -305,6 +323,14 @@ def test_blocks_past_the_end_of_the_slabs_are_lost_and_not_bad(directory: Path, 
     assert (result["num_blocks"], result["bad"]) == (left, [])
 
 
+def test_holes_of_a_sparse_index_are_skipped(directory: Path) -> None:
+    """The index claims to be 1 TiB long."""
+    os.truncate(directory / FINGERPRINT / INDEX_NAME, 1 << 40)
+    folder = only_folder(directory)
+    assert (folder.num_blocks, folder.num_lost_blocks) == (NUM_BLOCKS, 0)
+    assert as_json("verify", directory)["num_blocks"] == NUM_BLOCKS
+
+
 # verify
 
 
@@ -336,6 +362,13 @@ def test_verify_names_the_bad_blocks(directory: Path) -> None:
     assert f"slot {slots[0]}: its checksum is wrong; key {keys[0].hex()}" in done.stdout
 
 
+def test_a_block_in_the_slot_of_another_is_bad(directory: Path) -> None:
+    slab = directory / FINGERPRINT / slab_name(0)
+    data = slab.read_bytes()
+    slab.write_bytes(data[BLOCK_BYTES : 2 * BLOCK_BYTES] + data[:BLOCK_BYTES] + data[2 * BLOCK_BYTES :])
+    assert [block["slot"] for block in as_json("verify", directory, status=1)["bad"]] == [0, 1]
+
+
 def test_a_block_that_a_server_replaces_meanwhile_is_not_bad(tmp_path: Path) -> None:
     """The server replaces all blocks after the index was read and before the first payload is."""
     path = tmp_path / "cache"
@@ -352,6 +385,45 @@ def test_a_block_that_a_server_replaces_meanwhile_is_not_bad(tmp_path: Path) -> 
     assert result.bad == []
     assert result.num_blocks + result.num_changed > NUM_BLOCKS
     tier.close()
+
+
+def test_a_block_that_a_server_removes_meanwhile_is_not_bad(tmp_path: Path) -> None:
+    path = tmp_path / "cache"
+    tier = fill(path)
+
+    def change(_: int) -> None:
+        tier.delete(make_keys(5))
+        tier.close()
+        for key in make_keys(2, start=5):
+            spoil(path, key)
+
+    result = tools.verify(path, begin=change)
+    assert (result.num_blocks, result.num_changed) == (NUM_BLOCKS, 0), "payloads of removed blocks are still intact"
+    assert {block.key for block in result.bad} == {key.hex() for key in make_keys(2, start=5)}
+
+
+def test_a_spoiled_block_that_a_server_removes_meanwhile_is_not_bad(tmp_path: Path) -> None:
+    path = tmp_path / "cache"
+    tier = fill(path)
+
+    def change(_: int) -> None:
+        for key in make_keys(5):
+            spoil(path, key)
+        tier.delete(make_keys(4))
+        tier.close()
+
+    result = tools.verify(path, begin=change)
+    assert (result.num_blocks, result.num_changed) == (NUM_BLOCKS - 4, 4)
+    assert [block.key for block in result.bad] == [make_keys()[4].hex()], (
+        "only the record of this block has not changed"
+    )
+
+
+def test_blocks_of_a_slab_that_a_server_removes_meanwhile_are_not_bad(directory: Path) -> None:
+    slab = directory / FINGERPRINT / slab_name(2)
+    result = tools.verify(directory, begin=lambda _: slab.unlink())
+    assert result.bad == []
+    assert (result.num_blocks, result.num_changed) == (2 * SLOTS_PER_SLAB, NUM_BLOCKS - 2 * SLOTS_PER_SLAB)
 
 
 # clear
@@ -413,6 +485,16 @@ def test_no_server_can_start_before_clear_has_ended(directory: Path, monkeypatch
     assert len(refusals) > 1
     monkeypatch.undo()
     fill(directory).close()
+
+
+def test_clear_names_a_file_that_cannot_be_removed(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str, **_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), name)
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    result = invoke("clear", directory, "--yes")
+    assert result.exit_code == 2
+    assert "Read-only file system (index)" in " ".join(result.output.split())
 
 
 @pytest.mark.parametrize("name", ["\x1b[31mred\x1b]0;title\x07", "two\nlines", "\udcff", "\x9b2J"])

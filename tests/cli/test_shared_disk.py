@@ -13,7 +13,7 @@ import pytest
 from kvoffload import cli
 from kvoffload.tiers.shared_dir.seats import CLOCK_NAME, HEARTBEAT_NAME, SILENT_S
 from tests.tiers.disk.rig import FINGERPRINT
-from tests.tiers.shared_dir.rig import Server
+from tests.tiers.shared_dir.rig import Server, capacity
 
 testing = pytest.importorskip("click.testing")
 pytest.importorskip("rich")
@@ -59,6 +59,19 @@ def test_inspect_shows_a_row_per_writer(path: Path, servers: list[Server]) -> No
     assert "In use by process 1 on host-a (writer-0)." in " ".join(result.output.split())
     assert "4 blocks of 1 fingerprint" in result.output
     assert "Nothing is wrong." in result.output
+
+
+def test_inspect_as_json(path: Path, servers: list[Server]) -> None:
+    report = json.loads(run("inspect", str(path), "--json").output)
+    parts = {part["path"]: part for part in report["parts"]}
+    assert parts[""]["writer"] is None
+    writer = parts["writer-0"]["writer"]
+    assert (writer["host"], writer["pid"], writer["state"]) == ("host-a", 1, "serving")
+    assert writer["capacity_bytes"] == capacity(8)
+    assert 0 <= writer["age_s"] < SILENT_S <= parts["writer-1"]["writer"]["age_s"]
+    assert [part["in_use"] for part in parts.values()] == [False, True, False, False]
+    assert [folder["fingerprint"] for folder in parts["writer-0"]["folders"]] == [FINGERPRINT]
+    assert sum(folder["num_blocks"] for part in parts.values() for folder in part["folders"]) == 4
 
 
 def test_verify_reads_the_blocks_of_all_writers(path: Path, servers: list[Server]) -> None:

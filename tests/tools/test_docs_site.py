@@ -70,17 +70,6 @@ def test_blocks_in_lists_get_the_indent_that_keeps_them_there(tool: Any) -> None
     )
 
 
-def test_a_page_of_the_root_and_one_below_link_to_pages_that_moved(tool: Any, repository: Path) -> None:
-    (repository / "README.md").write_text("[docs/serving.md](docs/serving.md), [CHANGELOG.md](CHANGELOG.md)")
-    (repository / "docs" / "api" / "b.md").write_text("[c](../../SECURITY.md) [d](../serving.md)")
-    (repository / "out").mkdir()
-    (repository / "out" / "old.md").write_text("a page that is no more")
-    tool.prepare(repository, repository / "out")
-    assert (repository / "out" / "overview.md").read_text() == "[Serving](serving.md), [CHANGELOG.md](changelog.md)"
-    assert (repository / "out" / "api" / "b.md").read_text() == "[c](../security.md) [d](../serving.md)"
-    assert not (repository / "out" / "old.md").exists()
-
-
 def test_every_option_has_a_section(tool: Any) -> None:
     made = tool.with_sections_of_options((ROOT / "docs" / "serving.md").read_text())
     names = {each.name for each in dataclasses.fields(kvoffload.OffloadConfig)}
