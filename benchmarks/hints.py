@@ -19,13 +19,14 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.bound import found_by_bound
 from benchmarks.policies import SYNTHETIC
 from benchmarks.report import Row, publish
 from benchmarks.traces import traces
 from kvoffload.abc import Hints
 from kvoffload.lab.capacity import parse_capacity
 from kvoffload.lab.model import DEFAULT_MODEL
-from kvoffload.lab.replay import CLAIRVOYANT, ReplayConfig, replay
+from kvoffload.lab.replay import ReplayConfig, replay
 from kvoffload.lab.trace import UNKNOWN, Floats, Ints, Trace
 
 CAPACITIES = ("1%", "5%", "10%")
@@ -76,18 +77,19 @@ def measure(trace: Trace) -> Iterator[Cell]:
     for capacity in CAPACITIES:
         blocks = parse_capacity(capacity, trace, DEFAULT_MODEL)
 
-        def found(policy: str, hints: Sequence[Hints] | None = None, blocks: int = blocks) -> tuple[float, float]:
-            hits = replay(trace, ReplayConfig(policy, blocks), hints=hints).host_tokens
+        def found(hints: Sequence[Hints] | None = None, blocks: int = blocks) -> tuple[float, float]:
+            hits = replay(trace, ReplayConfig("auto", blocks), hints=hints).host_tokens
             whole, others = (
                 100 * float(hits[chosen].sum() / trace.input_tokens[chosen].sum()) for chosen in (lies >= 0, ~lies)
             )
             return whole, others
 
-        yield Cell(trace.name, capacity, "none", "", *found("auto"))
-        yield Cell(trace.name, capacity, "bound", "", found(CLAIRVOYANT)[0])
+        yield Cell(trace.name, capacity, "none", "", *found())
+        bound = 100 * float(found_by_bound(trace, blocks)[0].sum() / trace.input_tokens.sum())
+        yield Cell(trace.name, capacity, "bound", "", bound)
         for quality in QUALITIES:
-            yield Cell(trace.name, capacity, "drop", quality, found("auto", drops_of(future, quality))[0])
-        yield Cell(trace.name, capacity, "adversary", "drops always", *found("auto", hints_of(future, lies)))
+            yield Cell(trace.name, capacity, "drop", quality, found(drops_of(future, quality))[0])
+        yield Cell(trace.name, capacity, "adversary", "drops always", *found(hints_of(future, lies)))
 
 
 def future_of(trace: Trace) -> Future:

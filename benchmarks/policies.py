@@ -21,11 +21,12 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.bound import found_by_bound
 from benchmarks.report import Row, publish
 from benchmarks.traces import traces
 from kvoffload.lab.capacity import parse_capacity
 from kvoffload.lab.model import DEFAULT_MODEL
-from kvoffload.lab.replay import CLAIRVOYANT, ReplayConfig, ReplayResult, replay
+from kvoffload.lab.replay import ReplayConfig, ReplayResult, replay
 from kvoffload.lab.trace import Ints, Trace
 
 TEXTBOOK = {"fifo": "FIFO", "s3fifo": "S3FIFO", "sieve": "Sieve", "lirs": "LIRS", "2q": "TwoQ"}
@@ -33,7 +34,8 @@ TEXTBOOK = {"fifo": "FIFO", "s3fifo": "S3FIFO", "sieve": "Sieve", "lirs": "LIRS"
 SINGLE = ("lru", "arc", *(TEXTBOOK if importlib.util.find_spec("libcachesim") else ()))
 PEERS = ("vllm:lru", "vllm:arc") if importlib.util.find_spec("vllm") else ()
 """Policies of vLLM, in its own manager."""
-POLICIES = (*SINGLE, "auto", *PEERS, CLAIRVOYANT)
+BOUND = "bound"
+POLICIES = (*SINGLE, "auto", *PEERS, BOUND)
 CAPACITIES = ("0.1%", "0.5%", "1%", "2%", "5%", "10%", "20%", "50%", "5859")
 SMALL = ("0.1%", "0.5%", "1%", "2%", "5%", "10%", "5859")
 """The capacities where most of the gap between LRU and the bound is."""
@@ -81,6 +83,8 @@ def _cell(job: tuple[str, str]) -> Cell:
     blocks = parse_capacity(capacity, _trace, DEFAULT_MODEL)
     if policy in TEXTBOOK:
         hits, writes = _simulated(_trace, TEXTBOOK[policy], blocks)
+    elif policy == BOUND:
+        hits, writes = found_by_bound(_trace, blocks)
     else:
         result = _replayed(_trace, policy, blocks)
         hits, writes = result.host_tokens, result.writes_per_access
@@ -129,7 +133,7 @@ def show(cells: list[Cell]) -> None:
 
 def gap_share(by_place: Mapping[tuple[str, str], Cell], capacity: str, part: str) -> float:
     """Returns how far ``auto`` goes from LRU to the bound; NaN where the bound finds no more than LRU."""
-    lru, auto, bound = (getattr(by_place[policy, capacity], part) for policy in ("lru", "auto", CLAIRVOYANT))
+    lru, auto, bound = (getattr(by_place[policy, capacity], part) for policy in ("lru", "auto", BOUND))
     return float((auto - lru) / (bound - lru)) if bound > lru else float("nan")
 
 

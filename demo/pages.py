@@ -16,11 +16,24 @@ from demo.shared_report import (
 )
 from demo.view import BAD, Cell, Page, Section, Table, yes_no
 from kvoffload.printable import printable
-from kvoffload.units import milliseconds, multiple, percentage, speedup
 
 NAMES = {Source.RECOMPUTE: "recomputed", Source.DEVICE: "device hit", Source.HOST: "host hit", Source.DISK: "disk hit"}
 SHARED_NAMES = NAMES | {Source.RECOMPUTE: "computed", Source.DISK: "from the store"}
 ANSWERS_SHOWN = 3
+NO_VALUE = "–"  # noqa: RUF001
+
+
+def milliseconds(value: float | None) -> str:
+    return NO_VALUE if value is None else f"{value:,.{int(value < 10)}f} ms"
+
+
+def multiple(value: float | None) -> str:
+    """Returns text such as "11.6×"."""  # noqa: RUF002
+    return NO_VALUE if value is None else f"{value:.1f}×"  # noqa: RUF001
+
+
+def percentage(part: int, whole: int) -> str:
+    return NO_VALUE if not whole else f"{100 * part / whole:.0f}%"
 
 
 # One server.
@@ -61,7 +74,7 @@ def page(report: Report) -> Page:
         tables=answers,
     )
     return Page(
-        title=f"demo: first token {speedup(report.speedups[Source.HOST])}",
+        title=f"demo: first token {multiple(report.speedups[Source.HOST])} faster",
         heading="The same conversations, with and without kvoffload",
         lead=f"{len(report.offload.requests)} requests about documents that do not all fit in the device cache, on "
         f"vLLM {info.vllm_version} and {info.device}: without kvoffload and with it. Then the server is restarted, "
@@ -104,11 +117,11 @@ def _ttft_table(report: Report) -> Table:
             str(q.count),
             milliseconds(q.p50),
             milliseconds(q.p95),
-            "" if source is Source.RECOMPUTE else speedup(report.speedups[source]),
+            "" if source is Source.RECOMPUTE else multiple(report.speedups[source]),
         ]
         for source, q in report.ttft_ms.items()
     ]
-    return Table("By source", ["prompt", "requests", "p50", "p95", "vs. recompute"], rows)
+    return Table("By source", ["prompt", "requests", "p50", "p95", "faster"], rows)
 
 
 def _facts_table(report: Report) -> Table:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from hashlib import sha256
 from typing import Any, NamedTuple
 
 from kvoffload import ConfigError, Tier, TierConfig, TierContext
@@ -117,7 +116,6 @@ OPTIONS = [
     *each("policy", ["mru", "LRU", "sieve", ""], ": no policy has this name", NO_POLICY),
     *each("policy", ["no.such.module:Policy", "kvoffload.cache.policies.lru:No"], ": cannot be imported", NO_POLICY),
     *each("policy", ["json:JSONDecoder", "json:dumps", f"{HERE}:NoPolicy"], ": is not a subclass of", NO_POLICY),
-    *each("policy", [":Policy", ".policy:Policy"], ": "),
     *each("policy", [5, True, ["lru"], NAN], ": ", 'write a name such as policy="lru"'),
     *each("policy", ["kvoffload:CachePolicy"], ": does not define clear, evict, insert, remove of"),
     *(row for name in NUMBERS for row in each(name, [0, -4, 1.5, 2.0, True, NAN], ": must be a whole number, ")),
@@ -134,7 +132,6 @@ OPTIONS = [
         )
     ),
     *each("load_only_if_faster", [0, 1, "false", "no", 1.0, []], ": must be true or false, without quotes"),
-    *each("canonical_layout", [0, "true"], ": must be true or false, without quotes"),
     *each("host_contents", ["Exclusive", "", 1, True, ["exclusive"]], ": must be ", "leave it out"),
     Wrong(
         {"host_contents": "exclusive", "block_size_factor": 2},
@@ -147,22 +144,14 @@ OPTIONS = [
     Wrong({"disk_bytes": "1GiB"}, "disk_bytes=1073741824 (1 GiB): disk_dir is not set", 'such as disk_dir="/var/cache'),
     *each("record_trace", ["t.jsonl"], ": not an absolute path", 'record_trace="/var/log/kvoffload/trace.jsonl"'),
     *each("record_trace", [5], ": not a path"),
-    *each("record_trace", ["/tmp"], ": a directory", 'such as record_trace="/tmp/trace.jsonl"'),
-    *each("record_trace", ["/tmp/none/t.jsonl"], ": there is no directory /tmp/none", "install -d -m 700"),
     *each("model_fingerprint", ["", 5, True, b"v7", ["v7"]], ": must be a string that changes with the weights"),
     *(
         Wrong({name: 17}, f"{name}=", f"did you mean {meant}?")
         for name, meant in {
             "host_byte": "host_bytes",
-            "hostbytes": "host_bytes",
             "polcy": "policy",
-            "blocksize": "block_size",
             "load_deadline": "load_deadline_ms",
-            "diskdir": "disk_dir",
-            "store_treshold": "store_threshold",
             "max_local_cpu_size": "host_bytes",
-            "remote_url": "tiers",
-            "chunk_size": "block_size",
             "cpu_bytes_to_use": "host_bytes",
         }.items()
     ),
@@ -182,17 +171,13 @@ TIERS = [
         {"tiers": [{"dir": "/c"}]}, "tiers[0]={***}: no kind", f'such as "kind": "disk". Known: {", ".join(BUILTIN)}'
     ),
     Wrong({"tiers": [{"kind": "x" * 1000}]}, f"tiers[0].kind='{'x' * 196}...: no kind of tier"),
-    Wrong({"tiers": [{"kind": None}]}, "tiers[0].kind=None: not a kind of tier", A_KIND),
     Wrong({"tiers": [{"kind": ["disk"]}]}, "tiers[0].kind=['disk']: not a kind of tier", A_KIND),
     entry("Disk", ".kind='Disk': no kind of tier has this name", f"did you mean disk? Otherwise {A_KIND}"),
-    entry("s3", ".kind='s3': no kind of tier has this name", "did you mean object_store?"),
-    entry("tape", ".kind='tape': no kind of tier has this name", A_KIND),
     entry("no_such:X", ".kind='no_such:X': cannot be imported (No module named 'no_such')", A_KIND),
     entry("json:dumps", ".kind='json:dumps': is not a subclass of kvoffload.TierConfig", A_KIND),
     entry(f"{HERE}:WithoutOpen", f".kind='{HERE}:WithoutOpen': does not define open of", "add what is missing"),
     entry(f"{HERE}:WithoutName", f".kind='{HERE}:WithoutName': has no name for logs", 'such as kind = "withoutname"'),
     entry("disk", ".bytes is not set, and a tier of kind disk needs it", f"write all of {DISK}", bytes=...),
-    entry("disk", ".dir is not set, and a tier of kind disk needs it", f"write all of {DISK}", dir=...),
     entry(
         "disk", ".byte=***: unknown key of a tier of kind disk", "did you mean bytes? Known: kind, dir, bytes", byte=1
     ),
@@ -204,16 +189,11 @@ TIERS = [
     ),
     entry("disk", ".bytes='x': not an amount of memory", 'such as bytes="8GiB"', bytes="x"),
     entry("disk", ".dir='cache': not an absolute path", "Variables are not expanded", dir="cache"),
-    entry("disk", ".dir=5: not a path", 'such as dir="/var/cache/kvoffload"', dir=5),
     entry("disk", ".store_threshold=1: must be a whole number, 2 or more", "or leave it out", store_threshold=1),
-    entry("disk", ".store_threshold='2': must be a whole number, 2 or more", store_threshold="2"),
-    entry("disk", f".store_threshold={1 << 40}: must be a whole number, 1073741824 at", store_threshold=1 << 40),
     entry("disk", ".lookup_deadline_ms='2': must be a number of milliseconds, from", lookup_deadline_ms="2"),
-    own(".blocks is not set, and a tier of kind own needs it", "add it", blocks=...),
     own(".label=***: must not be bad", "write another", label="bad"),
     own(": label is worse: write another", label="worse"),
     own(".kind='own': OwnConfig does not accept these values (ValueError)", "correct blocks", blocks=0),
-    own(".kind='own': OwnConfig does not accept these values (TypeError)", "correct blocks", blocks="many"),
     *(
         Wrong(
             {"tiers": [first, {"kind": "disk", "dir": other, "bytes": 1 << 30}], **more}, said, "a directory of its own"
@@ -241,13 +221,9 @@ TIERS = [
 
 STORES = [
     *(entry(kind, ".prefix='/kv'", "letters, digits", prefix="/kv") for kind in ("redis", "object_store", "mooncake")),
-    entry("redis", ".prefix='kkk", "at most 128 letters", prefix="k" * 200),
     entry("redis", ".hmac_key_file=''", "write the path of a file made with: openssl rand -hex 32", hmac_key_file=""),
-    entry("redis", ".hmac_key_file=***", "write the path", hmac_key_file=7),
-    entry("redis", ".hmac_key_file='/no/key': cannot be read", "openssl rand -hex 32", hmac_key_file="/no/key"),
     entry("redis", ".hmac_key_file='/dev/null': has 0 bytes, fewer than 32", hmac_key_file="/dev/null"),
     entry("redis", ".url is not set", "redis://10.0.0.5:6379", url=...),
-    entry("redis", ".url=***", "write url=", url=7),
     *(entry("redis", f".url={url!r}", "write url=", url=url) for url in ("10.0.0.5:6379", "http://a", "redis://")),
     *(entry("redis", f".url={url!r}: ports", url=url) for url in ("redis://a:99999", "redis://a:0")),
     entry("redis", ".url='redis://a,b/3'", "leave out /3", url="redis://a,b/3"),
@@ -257,9 +233,7 @@ STORES = [
         for url in (f"redis://:{SECRET}@a", f"redis://u:{SECRET}/@@a")
     ),
     entry("redis", ".url=***", "write", url=f"redis://a?password={SECRET}"),
-    entry("redis", ".url=[***]", url=[f"redis://:{SECRET}@a"]),
     entry("redis", ".password=***", "did you mean password_file", password=SECRET),
-    entry("redis", ".password_file=***: not an absolute path", password_file=SECRET),
     entry("redis", ".password_file='/nowhere/x': there is no such file", password_file="/nowhere/x"),
     entry("redis", ".username=***", "write the name", username="a b", password_file=__file__),
     entry("redis", ".username=***: has no password", "add password_file", username="u"),
@@ -274,24 +248,13 @@ STORES = [
         key_file=__file__,
     ),
     *(entry("redis", f".ttl_s={value}: must be a whole number", ttl_s=value) for value in (0, 1.5)),
-    entry("redis", ".cluster=True: unknown key of a tier of kind redis", cluster=True),
-    entry("object_store", ".url is not set", url=...),
     *(entry("object_store", ".url=***", "s3://BUCKET", url=url) for url in (7, "bucket")),
     *(
         entry("object_store", f".url={url!r}", "single slashes", url=url)
-        for url in (
-            "http://bucket",
-            "s3:///folder",
-            "s3://b",
-            "s3://bucket//folder",
-            "s3://bucket/a b",
-            "file://bucket/a",
-        )
+        for url in ("http://bucket", "s3:///folder", "s3://bucket//folder", "s3://bucket/a b", "file://bucket/a")
     ),
-    entry("object_store", ".url='s3://[x", url="s3://[x"),
     entry("object_store", ".endpoint='minio:9000'", "such as", endpoint="minio:9000"),
     entry("object_store", ".endpoint=", "the bucket belongs into url", endpoint="http://minio:9000/bucket"),
-    entry("object_store", ".endpoint=***", endpoint=9000),
     entry(
         "object_store",
         ".endpoint='http://minio:9000': only for stores that are compatible with S3",
@@ -300,7 +263,6 @@ STORES = [
     ),
     entry("object_store", ".region='a b'", "eu-central-1", region="a b"),
     entry("object_store", ".region='europe': only s3:// has regions", url="gs://bucket", region="europe"),
-    entry("object_store", ".bucket=***: unknown key", bucket="b"),
     *(
         entry("object_store", ".url=***: has ", "credentials come from the environment", url=url)
         for url in (f"s3://KEYID:{SECRET}@bucket", f"az://container?sig={SECRET}", f"s3://bucket#{SECRET}")
@@ -309,19 +271,15 @@ STORES = [
         entry("object_store", ".endpoint=***", endpoint=endpoint)
         for endpoint in (f"https://KEYID:{SECRET}@minio:9000", f"https://minio:9000?X-Amz-Signature={SECRET}")
     ),
-    entry("mooncake", ".master is not set", master=...),
     entry("mooncake", ".master='10.0.0.5'", '"HOST:PORT"', master="10.0.0.5"),
     entry("mooncake", ".master=***", '"HOST:PORT"', master="fd00::1:50051"),
     *(entry("mooncake", f".master={value!r}", '"HOST:PORT"', master=value) for value in ("a:99999", 7)),
     entry("mooncake", ".protocol='udp': must be one of tcp, rdma", protocol="udp"),
     entry("mooncake", ".metadata=''", "P2PHANDSHAKE", metadata=""),
-    entry("mooncake", ".devices=3", "mlx5_0", devices=3),
     entry("mooncake", ".host=***", "write a string", host="a b"),
     entry("mooncake", ".segment_bytes='4 apples'", segment_bytes="4 apples"),
-    entry("mooncake", ".segment_bytes=-1", segment_bytes=-1),
     entry("mooncake", ".segment=", "did you mean segment_bytes", segment="4GiB"),
     entry("mooncake", ".master_server_address=", "did you mean master?", master_server_address="x"),
-    entry("mooncake", ".global_segment_size=", "did you mean segment_bytes?", global_segment_size="x"),
 ]
 
 TENANTS = [
@@ -331,10 +289,8 @@ TENANTS = [
     tenants({"a": 7}, ".a=7: must be a mapping such as"),
     tenants({"a": {"quotas": {}}}, ".a.quotas={}: unknown key", "did you mean quota?"),
     tenants({"a": {"salt": SECRET}}, ".a.salt=***: unknown key", "did you mean salt_sha256?"),
-    tenants({"a": {"cache_salt": SECRET}}, ".a.cache_salt=***: unknown key"),
     tenants({"a": {"host": "8GiB"}}, ".a.host=***: unknown key", 'write an entry such as {"guaranteed": {'),
     tenants({"a": {"quota": 7}}, '.a.quota=7: must map names of tiers to bytes, such as {"host": "8GiB"}'),
-    tenants({"a": {"quota": {"host": -1}}}, ".a.quota.host=-1: must be 1 byte or more"),
     tenants({"a": {"quota": {"host": "much"}}}, ".a.quota.host='much': not an amount of memory"),
     tenants({"a": {"quota": {"disk": 7}}}, ".a.quota.disk=7 (7 bytes): this configuration has no tier disk", "host"),
     tenants(
@@ -369,7 +325,6 @@ TENANTS = [
         ".a.salt_sha256: is that of another",
         "give each tenant a salt",
     ),
-    tenants({"a": {}, "b": {"salt_sha256": sha256(b"a").hexdigest()}}, ".b.salt_sha256: "),
     tenants({f"t{i}": {} for i in range(MAX_TENANTS + 1)}, ": has 33 entries, at most 32 may be configured"),
     Wrong(
         {

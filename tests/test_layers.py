@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -121,33 +122,24 @@ def test_rooms_do_not_import_each_other_in_a_cycle() -> None:
 def test_wrong_imports_are_found_and_right_ones_accepted() -> None:
     wrong = [
         ("kvoffload.cache.table", "import kvoffload.tiering.manager"),
-        ("kvoffload.cache.table", "from kvoffload.tiering.manager import TieredOffloadingManager"),
         ("kvoffload.cache.policies.lru", "from kvoffload import tiers"),
         ("kvoffload.abc.types", "def f():\n    from kvoffload.config import Config"),
         ("kvoffload.abc.types", "import kvoffload"),
         ("kvoffload.connector.scheduler", "if True:\n    import vllm.config"),
-        ("kvoffload.connector.worker", "def f():\n    import torch"),
         ("kvoffload.tiering.bridge", "from sglang.srt.mem_cache import hicache_storage"),
         ("kvoffload.vllm.connector", "import sglang"),
-        ("kvoffload.transfer.copies", "from torch import Tensor"),
-        ("kvoffload.transfer.cuda.transfer", "import torch"),
         ("kvoffload.transfer.cuda.driver", "import torch.cuda"),
-        ("kvoffload.transfer.cuda.cuda_device", "import torch"),
-        ("kvoffload.transfer.cuda.kernels", "import vllm"),
         ("tests.sim.engine", "import torch"),
         ("kvoffload.connector.observer", "from opentelemetry import trace"),
         ("kvoffload.cache.manager", "from kvoffload.testing.conformance import keys"),
         ("kvoffload.lab.replay", 'def f():\n    run = importlib.import_module("kvoffload.vllm.replay").VLLMRun'),
-        ("kvoffload.lab.replay", 'from importlib import import_module\nimport_module("vllm")'),
     ]
     right = [
         ("kvoffload", "from kvoffload.vllm import plugin"),
         ("kvoffload.cache.keys", "from kvoffload.abc import OffloadKey"),
-        ("kvoffload.cache.policies", "from kvoffload.cache.policies.arc import ARCPolicy"),
         ("kvoffload.cache.manager", "from kvoffload.cache.table import BlockTable\nimport numpy"),
         ("kvoffload.vllm.connector", "import torch\nfrom vllm.config import VllmConfig"),
         ("kvoffload.lab.replay", 'import_module("numpy")\nimport_module(name)'),
-        ("kvoffload.sglang.storage", "import torch\nfrom sglang.srt.mem_cache.hicache_storage import HiCacheStorage"),
         ("kvoffload.testing.conformance", "from kvoffload.connector.scheduler import OffloadingConnectorScheduler"),
     ]
     for name, source in wrong:
@@ -156,21 +148,9 @@ def test_wrong_imports_are_found_and_right_ones_accepted() -> None:
         assert faults({name: source}) == [], (name, source)
 
 
-def trimmed_dicts(sources: dict[str, str]) -> list[str]:
-    """Returns every ``del table[next(iter(table))]``. In a plain dict it walks all entries that were deleted before:
-    OrderedDict.popitem does not."""
-    return [
-        f"{name}, line {node.lineno}"
-        for name, source in sources.items()
-        if "[next(iter(" in source
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Delete) and "[next(iter(" in ast.unparse(node)
-    ]
-
-
 def test_no_table_is_trimmed_by_deleting_the_first_key_of_a_dict() -> None:
-    assert trimmed_dicts(modules()) == []
-    assert trimmed_dicts({"a": "while len(table) > 3:\n    del table[next(iter(table))]"}) == ["a, line 2"]
+    """In a plain dict that walks all entries that were deleted before: OrderedDict.popitem does not."""
+    assert [name for name, source in modules().items() if re.search(r"^\s*del .*\[next\(iter\(", source, re.M)] == []
 
 
 def repeated_classes(sources: dict[str, str]) -> list[str]:

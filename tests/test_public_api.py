@@ -19,26 +19,9 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 EXAMPLE = EXAMPLES / "embed.py"
 BATCHING = EXAMPLES / "batching.py"
 
-NAMES = {
-    # Building.
-    *("OffloadConfig", "build_scheduler", "fingerprint", "HostPool", "InlineTransfer"),
-    # The two halves of the connector, and what an engine passes to them.
-    *("OffloadingConnectorScheduler", "OffloadingConnectorWorker", "KVGroup", "PageGroup", "ScheduledStep"),
-    *("hash_blocks", "make_offload_key"),
-    # Managers and storage.
-    *("OffloadingManager", "LRUOffloadingManager", "ARCOffloadingManager", "EngineSpec", "ReqContext", "Backend"),
-    *("FilterReusedOffloadingManager", "HostBackend"),
-    # Contracts for extensions.
-    *("CachePolicy", "Tier", "TierConfig", "TierContext"),
-    # Errors.
-    *("ConfigError", "KVOffloadError"),
-}
 
-
-def test_the_public_names_are_these_and_documented() -> None:
-    assert set(kvoffload.__all__) == NAMES
-    assert len(kvoffload.__all__) == len(NAMES)
-    assert [name for name in NAMES if not getattr(kvoffload, name).__doc__] == []
+def test_the_public_names_are_documented() -> None:
+    assert [name for name in kvoffload.__all__ if not getattr(kvoffload, name).__doc__] == []
 
 
 def run(*program: str | Path) -> subprocess.CompletedProcess[str]:
@@ -61,36 +44,6 @@ def test_the_example_notices_what_is_not_loaded(tmp_path: Path) -> None:
     done = run(tmp_path / "embed.py")
     assert done.returncode != 0
     assert "AssertionError" in done.stderr
-
-
-def test_the_example_computes_what_could_not_be_loaded(tmp_path: Path) -> None:
-    text = EXAMPLE.read_text()
-    failing = text.replace("kv.InlineTransfer(", "FailingLoads(").replace("== [0, 64]", "== [0, 0]")
-    head, sep, tail = failing.partition("\n\n\ndef serve")
-    assert sep
-    (tmp_path / "embed.py").write_text(head + FAILING_LOADS + sep + tail)
-    done = run(tmp_path / "embed.py")
-    assert done.returncode == 0, done.stderr
-
-
-FAILING_LOADS = """
-
-
-class FailingLoads(kv.InlineTransfer):
-    failed = ()
-
-    def submit(self, job_id, spec, is_store):
-        if is_store:
-            return super().submit(job_id, spec, is_store)
-        self.failed = (*self.failed, TransferResult(job_id, ok=False))
-
-    def poll(self, busy):
-        failed, self.failed = self.failed, ()
-        return [*failed, *super().poll(busy)]
-
-
-from kvoffload.abc import TransferResult
-"""
 
 
 def test_the_example_with_preemption_answers_all_requests() -> None:

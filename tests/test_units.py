@@ -23,18 +23,6 @@ def test_ages_are_in_the_largest_unit_of_which_there_are_two() -> None:
     assert ages == ["0 s", "90 s", "15 min", "3 h", "2 d"]
 
 
-def test_a_missing_value_is_a_dash() -> None:
-    assert units.milliseconds(None) == units.speedup(None) == units.percentage(1, 0) == units.NO_VALUE
-    assert units.gigabytes_per_second(None) == units.multiple(None) == units.NO_VALUE
-
-
-def test_values_have_their_units() -> None:
-    assert [units.milliseconds(value) for value in (1.54, 1234.5)] == ["1.5 ms", "1,234 ms"]
-    assert units.gigabytes_per_second(4.84) == "4.8 GB/s"
-    assert units.speedup(11.62) == f"{units.multiple(11.62)} faster"
-    assert units.percentage(12, 25) == "48%"
-
-
 def test_control_characters_are_escaped() -> None:
     assert printable("a\x1b[2Jb\u202e") == "a\\x1b[2Jb\\u202e"
     assert printable("naïve 5×") == "naïve 5×"  # noqa: RUF001

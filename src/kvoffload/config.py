@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from typing import Any
 from kvoffload.abc import NOT_SET, ConfigError
 from kvoffload.cache.policies import policy_class
 from kvoffload.cache.tenants import HOST, TenantConfig, check_budgets, load_tenants
-from kvoffload.deadlines import FILES_DEADLINE_S, within
 from kvoffload.host.limits import available_memory, total_memory
 from kvoffload.host.pool import padded_slot_bytes
 from kvoffload.settings import absolute_path, check_deadline, check_whole_number, unknown
@@ -174,10 +172,6 @@ class OffloadConfig:
         named = zip(self.tier_names, self.tier_entries, strict=True)
         retaining = [HOST, *(name for name, entry in named if entry.config.retains)]
         check_budgets(self.tenants, {HOST: self.host_bytes, **self.tier_budgets}, retaining)
-        try:
-            within(FILES_DEADLINE_S, self._check_trace)
-        except TimeoutError as error:
-            raise ConfigError("record_trace", self.record_trace, str(error.strerror), "look at the mount") from None
         for name in ("load_deadline_ms", "lookup_deadline_ms"):
             check_deadline(name, getattr(self, name))
         for name in ("load_only_if_faster", "canonical_layout"):
@@ -215,32 +209,6 @@ class OffloadConfig:
         """The bytes of which tenants have shares, by the name of the tier; None if they have none there."""
         budgets = (each.config.capacity_bytes if each.config.has_shares else None for each in self.tier_entries)
         return dict(zip(self.tier_names, budgets, strict=True))
-
-    def _check_trace(self) -> None:
-        if self.record_trace is None:
-            return
-        folder = os.path.dirname(self.record_trace)
-        if os.path.isdir(self.record_trace):
-            raise ConfigError(
-                "record_trace",
-                self.record_trace,
-                "a directory",
-                f'name a file in it, such as record_trace="{os.path.join(self.record_trace, "trace.jsonl")}"',
-            )
-        if not os.path.isdir(folder):
-            raise ConfigError(
-                "record_trace",
-                self.record_trace,
-                f"there is no directory {folder}",
-                "make it, for this server's user only: install -d -m 700 -o USER DIRECTORY",
-            )
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise ConfigError(
-                "record_trace",
-                self.record_trace,
-                f"this user may not write to {folder}",
-                "name a file elsewhere, or give the user the right to",
-            )
 
     def factor(self, device_block_size: int) -> int:
         """Returns the device blocks per offloaded block for an engine with ``device_block_size`` tokens per block.
@@ -336,7 +304,6 @@ class IntegrationConfig:
 
 
 def _check_known(options: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Raises ConfigError for an option that is not ``known``."""
     for name in options:
         if name not in known:
             raise unknown(name, options[name], "option", known)

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import xxhash
 
@@ -41,6 +41,7 @@ _VERSION = 1
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 
 class FileChangedError(OSError):
@@ -136,11 +137,14 @@ class DigestCache:
 
     def load(self) -> dict[str, str]:
         """Returns the digests that are kept, the least recently used first."""
+        return self._within_deadline(self._load) or {}
+
+    def _within_deadline(self, do: Callable[[], _T]) -> _T | None:
         try:
-            return within(FILES_DEADLINE_S, self._load)
+            return within(FILES_DEADLINE_S, do)
         except OSError as error:
             self._warn(error)
-        return {}
+            return None
 
     def _load(self) -> dict[str, str]:
         with contextlib.ExitStack() as stack:
@@ -149,12 +153,8 @@ class DigestCache:
     def save(self, made: dict[str, str], used: Sequence[str] = ()) -> None:
         """Adds ``made``, and marks these and the kept entries of ``used`` as most recently used. Keeps at most
         MAX_ENTRIES."""
-        if not made:
-            return
-        try:
-            within(FILES_DEADLINE_S, lambda: self._save(made, used))
-        except OSError as error:
-            self._warn(error)
+        if made:
+            self._within_deadline(lambda: self._save(made, used))
 
     def _save(self, made: dict[str, str], used: Sequence[str]) -> None:
         with contextlib.ExitStack() as stack:

@@ -7,10 +7,6 @@ import re
 
 from kvoffload.abc import ConfigError
 
-NO_VALUE = "–"  # noqa: RUF001
-"""Shown where there is nothing to show."""
-
-
 MIN_BUDGET = 1 << 20
 """Bytes of the smallest budget of a server."""
 _MAX_BYTES = 1 << 62
@@ -54,33 +50,6 @@ def age(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:,.0f} {unit}"
     return f"{max(seconds, 0.0):.0f} s"
-
-
-def milliseconds(value: float | None) -> str:
-    """Returns text such as "1,234 ms" or "1.5 ms"."""
-    if value is None:
-        return NO_VALUE
-    return f"{value:,.0f} ms" if value >= 10 else f"{value:.1f} ms"
-
-
-def gigabytes_per_second(value: float | None) -> str:
-    """Returns text such as "4.8 GB/s"."""
-    return NO_VALUE if value is None else f"{value:.1f} GB/s"
-
-
-def multiple(value: float | None) -> str:
-    """Returns text such as "11.6×"."""  # noqa: RUF002
-    return NO_VALUE if value is None else f"{value:.1f}×"  # noqa: RUF001
-
-
-def speedup(value: float | None) -> str:
-    """Returns text such as "11.6× faster"."""  # noqa: RUF002
-    return NO_VALUE if value is None else f"{multiple(value)} faster"
-
-
-def percentage(part: int, whole: int) -> str:
-    """Returns ``part`` as a percentage of ``whole``, such as "48%"."""
-    return NO_VALUE if not whole else f"{100 * part / whole:.0f}%"
 
 
 # Parsing.

@@ -29,10 +29,3 @@ def test_each_benchmark_says_what_it_measures() -> None:
     lines = dict(line.split(maxsplit=1) for line in words.splitlines() if line[:3].strip())
     assert sorted(lines) == sorted(BENCHMARKS)
     assert min(map(len, lines.values())) > 30
-
-
-@pytest.mark.parametrize("target", ["bench", "peers"])
-def test_make_installs_nothing_for_help(target: str, tmp_path: Path) -> None:
-    environments = [f"{name}={tmp_path / name}" for name in ("VENV", "VENV_VLLM", "VENV_LMCACHE")]
-    assert "pip install" not in run("make", "-n", target, "ARGS=--help", *environments)
-    assert "pip install" in run("make", "-n", target, "ARGS=--quick", *environments)

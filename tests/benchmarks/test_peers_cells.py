@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,14 +9,12 @@ from typing import Any
 import pytest
 
 from benchmarks.peers import cells as module
-from benchmarks.peers import faults
 from benchmarks.peers.cells import FAULTS, Bench, run_cell, run_row, worse
 from benchmarks.peers.judge import Cell, Outcome, short
 from benchmarks.peers.place import Place
 from benchmarks.peers.report import markdown, verdict
 from benchmarks.peers.running import FailedError
-from benchmarks.peers.systems import NAMES, Service, Settings, StartError, System, make_systems
-from demo.process import free_ports, session_pids
+from benchmarks.peers.systems import StartError, System
 
 RIGHT = Cell(Outcome.RIGHT, from_cache=8)
 MISS = Cell(Outcome.MISS, computed=8)
@@ -27,7 +23,6 @@ HANG = Cell(Outcome.HANG, from_cache=2, unanswered=6, message="no answer in 40 s
 CRASH = Cell(Outcome.CRASH)
 REFUSED = Cell(Outcome.REFUSED, message="only on GPUs")
 NO_BENCH: Any = None
-LISTEN = "import socket, sys, time; s = socket.create_server(('127.0.0.1', int(sys.argv[1]))); time.sleep(3600)"
 
 
 class Named(System):
@@ -131,58 +126,6 @@ def test_a_control_is_asked_what_it_is_there_for(tmp_path: Path, planted: Callab
     planted(RIGHT, WRONG, WRONG)
     found = run_row(NO_BENCH, Named("control", is_control=True), list(FAULTS), tmp_path)
     assert [short(cells) for cells in found.values()] == ["8 from cache", "**8 wrong**; again: **8 wrong**", *"----"]
-
-
-def test_what_is_kept_is_restored_without_what_broke(tmp_path: Path) -> None:
-    place = Place(System(), tmp_path / "work", 1, 1)
-    place.empty()
-    (place.folder / "block").write_bytes(bytes(1 << 16))
-    place.keep()
-    assert faults.flip(place.folder) == 1
-    assert faults.truncate(place.folder) == 1
-    (place.folder / "new").write_bytes(b"new")
-    place.restore()
-    assert {path.name: path.read_bytes() for path in place.folder.iterdir()} == {"block": bytes(1 << 16)}
-    place.close()
-    assert list(place.work.iterdir()) == []
-
-
-class Served(System):
-    """A system with a service, which writes a file outside its folder."""
-
-    starts = 0
-
-    def services(self, work: Path, host_bytes: int, disk_bytes: int) -> list[Service]:
-        self.starts += 1
-        (port,) = free_ports(1)
-        return [Service("store", [sys.executable, "-c", LISTEN, str(port)], port, work, os.environ)]
-
-    def settings(self, work: Path, host_bytes: int, disk_bytes: int) -> Settings:
-        (work / f"left-{host_bytes}").touch()
-        return Settings({"disk_bytes": disk_bytes}, leftovers=[(work, "left-*")])
-
-
-def test_services_run_while_an_engine_does_and_leave_nothing_behind(tmp_path: Path) -> None:
-    place = Place(system := Served(), tmp_path, 1000, 2000)
-    for ended in (place.end, place.crash, place.empty, place.close):
-        assert place.begin().connector == {"disk_bytes": 2000}
-        (service,) = place._services
-        process = service.process
-        assert process is not None
-        assert session_pids(process.pid)
-        ended()
-        assert not session_pids(process.pid)
-    assert system.starts == 1, "it starts again on the same port"
-    assert [path.name for path in tmp_path.iterdir()] == ["store.log"]
-
-
-def test_systems_have_names_of_their_own_and_vllm_is_always_asked() -> None:
-    systems = make_systems(for_faults=True)
-    assert len({system.name for system in systems}) == len({system.title for system in systems}) == 8
-    assert [system.name for system in make_systems()] == NAMES
-    assert [system.name for system in make_systems(["mooncake"])] == ["vllm", "mooncake"]
-    assert [system.name for system in make_systems(["mooncake"], for_faults=True)] == ["vllm", "mooncake"]
-    assert [system.name for system in make_systems(["kvoffload"], for_faults=True)] == ["vllm", "kvoffload", "control"]
 
 
 def test_the_table_has_every_system_and_every_message_once() -> None:

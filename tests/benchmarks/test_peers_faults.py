@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import json
 import os
 from pathlib import Path
 
@@ -11,7 +9,6 @@ import numpy as np
 import pytest
 
 from benchmarks.peers import faults
-from demo import model
 
 
 @pytest.fixture
@@ -49,60 +46,3 @@ def test_a_flip_changes_any_float_of_usual_size(tmp_path: Path) -> None:
     assert changed.sum() == 4
     with np.errstate(over="ignore"):
         assert (~(np.abs(flipped[changed]) < 1e15)).all()
-
-
-def test_files_are_cut_to_half(folder: Path) -> None:
-    before = contents(folder)
-    assert faults.truncate(folder) == 3
-    for path, old in before.items():
-        assert path.read_bytes() == old[: len(old) // 2]
-
-
-def test_a_small_disk_can_be_filled_and_is_gone_afterwards(tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    try:
-        with faults.small_disk(disk, 32 << 20) as fill:
-            (disk / "before").write_bytes(bytes(faults.FREE_WHEN_FULL))
-            fill()
-            (disk / "fits").write_bytes(bytes(faults.FREE_WHEN_FULL // 2))
-            with pytest.raises(OSError) as raised:
-                (disk / "does not fit").write_bytes(bytes(faults.FREE_WHEN_FULL))
-            assert raised.value.errno == errno.ENOSPC
-    except OSError as error:
-        if "cannot be mounted" not in str(error):
-            raise
-        pytest.skip(str(error))
-    assert not list(disk.iterdir())
-
-
-def test_one_tensor_of_the_replaced_weights_differs(tmp_path: Path) -> None:
-    one, other = tmp_path / "one", tmp_path / "other"
-    model.write_model(one, 3, model.CONFIG | {"num_hidden_layers": 2})
-    faults.copy_folder(one, other)
-    name = "model.layers.1.self_attn.k_proj.weight"
-    faults.negate_tensor(other, name)
-    before, after = tensors(one), tensors(other)
-    assert before.keys() == after.keys()
-    assert [key for key in before if not np.array_equal(before[key], after[key])] == [name]
-    np.testing.assert_array_equal(after[name], -before[name])
-
-
-def tensors(directory: Path) -> dict[str, np.ndarray]:
-    raw = (directory / "model.safetensors").read_bytes()
-    length = int.from_bytes(raw[:8], "little")
-    header = json.loads(raw[8 : 8 + length])
-    return {
-        name: np.frombuffer(raw[8 + length :][slice(*entry["data_offsets"])], "<f4")
-        for name, entry in header.items()
-        if name != "__metadata__"
-    }
-
-
-def test_a_copy_has_the_same_files_and_no_others(folder: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    copy.mkdir()
-    (copy / "old").write_text("left")
-    faults.copy_folder(folder, copy)
-    assert {path.relative_to(copy): raw for path, raw in contents(copy).items()} == {
-        path.relative_to(folder): raw for path, raw in contents(folder).items()
-    }

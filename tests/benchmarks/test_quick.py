@@ -16,7 +16,7 @@ import benchmarks
 from benchmarks.__main__ import BENCHMARKS
 from demo.process import with_demo
 
-FAST = ("calls", "copies", "hints", "prefetch", "shared_dir", "steps", "tenants", "waiting")
+FAST = ("calls", "copies", "hints", "shared_dir", "steps", "tenants", "waiting")
 """Benchmarks that take less than two seconds if they are quick, without vLLM and without stores."""
 MODULES = [module.name for module in pkgutil.walk_packages(benchmarks.__path__, "benchmarks.")]
 OF_AN_ENGINE = ("libcachesim", "mooncake", "obstore", "redis", "sglang", "torch", "triton", "vllm")

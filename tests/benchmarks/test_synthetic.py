@@ -8,22 +8,8 @@ import numpy as np
 import pytest
 
 from benchmarks.synthetic import KINDS, generate
-from kvoffload.lab.trace import Trace
 
 ALL = pytest.mark.parametrize("kind", KINDS)
-
-
-def found_before(trace: Trace) -> float:
-    """Returns the share of the prompts' blocks that an earlier request had."""
-    seen: set[int] = set()
-    found = asked = 0
-    for r in range(trace.num_requests):
-        chain = trace.chain(r).tolist()
-        prompt = chain[: trace.prompt_blocks[r]]
-        found += sum(block in seen for block in prompt)
-        asked += len(prompt)
-        seen.update(chain)
-    return found / asked
 
 
 @ALL
@@ -68,15 +54,3 @@ def test_the_turns_of_a_session_continue_it() -> None:
                 prompt = trace.chain(turn)[: trace.prompt_blocks[turn]]
                 assert trace.chain(after)[: len(prompt)].tolist() == prompt.tolist()
     assert generate("documents", 50).num_sessions == 0
-
-
-def test_properties_of_the_workloads() -> None:
-    chat, agent, documents = (generate(kind, 2000) for kind in ("chat", "agent", "documents"))
-    assert agent.input_tokens.mean() > 5 * chat.input_tokens.mean()
-    assert documents.input_tokens.mean() > chat.input_tokens.mean()
-    assert found_before(agent) > 0.95
-    assert 0.8 < found_before(chat) < 0.93
-    # The most popular document is asked far more often than the median one.
-    first_blocks, asked = np.unique(documents.blocks[documents.offsets[:-1]], return_counts=True)
-    assert 200 < len(first_blocks) <= 500
-    assert asked.max() > 10 * np.median(asked)

@@ -14,7 +14,7 @@ testing = pytest.importorskip("click.testing")
 pytest.importorskip("rich")
 
 SAMPLES = Path(__file__).parent.parent / "lab" / "samples"
-AGENTX = SAMPLES / "agentx.made.jsonl"
+BAILIAN = SAMPLES / "bailian.made.jsonl"
 
 
 def run(*args: object) -> Any:
@@ -24,11 +24,11 @@ def run(*args: object) -> Any:
 def test_a_trace_is_converted_and_summed_up(tmp_path: Path) -> None:
     """That a replay has the same results is in tests/lab/test_writer.py."""
     out = tmp_path / "out.jsonl.gz"
-    done = run("convert", AGENTX, out)
+    done = run("convert", BAILIAN, out)
     assert (done.exit_code, done.stderr) == (0, "")
-    assert done.stdout.startswith(f"{out}: 7 requests of 3 sessions, ")
+    assert done.stdout.startswith(f"{out}: 5 requests of 3 sessions, ")
     out = tmp_path / "out.jsonl"
-    found = json.loads(run("convert", SAMPLES / "bailian.made.jsonl", out, "--block-tokens", 32, "--json").stdout)
+    found = json.loads(run("convert", BAILIAN, out, "--block-tokens", 32, "--json").stdout)
     about = {"format": "bailian", "block_tokens": 32, "out": str(out), "bytes": out.stat().st_size}
     counts = {"requests": 5, "skipped_lines": 0, "sessions": 3, "tenants": 0, "accesses": 11, "distinct_blocks": 8}
     assert found == about | counts
@@ -37,13 +37,13 @@ def test_a_trace_is_converted_and_summed_up(tmp_path: Path) -> None:
 def test_an_existing_file_needs_force(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     out.write_text("precious")
-    done = run("convert", AGENTX, out)
+    done = run("convert", BAILIAN, out)
     assert (done.exit_code, done.stdout) == (2, "")
     assert (
         done.stderr == f"kvoffload convert: {out}: exists; name another file, or replace it with --force (force=True)\n"
     )
     assert out.read_text() == "precious"
-    assert run("convert", AGENTX, out, "--force").exit_code == 0
+    assert run("convert", BAILIAN, out, "--force").exit_code == 0
     assert run("convert", tmp_path / "none", tmp_path / "new").exit_code == 2
     assert not (tmp_path / "new").exists()
 

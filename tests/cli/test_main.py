@@ -148,17 +148,3 @@ def test_imports_match_the_declared_dependencies() -> None:
     }
     for name in found.keys() - core:
         assert all(path.startswith(rooms.get(name, "vllm/")) for path in found[name]), f"{name} in {found[name]}"
-
-
-SHORT_HELP = """
-from click.testing import CliRunner
-from kvoffload.cli import group
-for command in [[], *([name] for name in group().commands), ["disk", "inspect"]]:
-    short, long = (CliRunner().invoke(group(), [*command, option]) for option in ("-h", "--help"))
-    assert (short.exit_code, short.output) == (0, long.output), short.output
-"""
-
-
-def test_every_command_has_a_short_option_for_help() -> None:
-    """In a process of its own: a command keeps the options for help that it had in its first run."""
-    subprocess.run([sys.executable, "-c", SHORT_HELP], check=True, timeout=120)

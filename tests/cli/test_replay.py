@@ -68,51 +68,29 @@ def test_one_entry_per_policy_and_capacity(trace: Path) -> None:
     assert entries[2]["prefix_hit_tokens_pct"] > entries[0]["prefix_hit_tokens_pct"]
 
 
-def test_tiers_filter_and_bound(trace: Path) -> None:
+def test_tiers_and_filter(trace: Path) -> None:
     done = run(trace, "--capacity", 4, "--device", 6, "--disk", "100%", "--store-threshold", 2, "--json")
     (entry,) = json.loads(done.stdout)
     assert [tier["name"] for tier in entry["tiers"]] == ["device", "host", "disk"]
     assert [tier["capacity_blocks"] for tier in entry["tiers"]] == [6, 4, 10]
     assert min(entry["device_hit_tokens"], entry["disk_hit_tokens"]) > 0
     assert entry["misses"]["not_admitted"] > 0
-    lru, bound = json.loads(run(trace, "--policy", "lru", "--capacity", 4, "--bound", "--json").stdout)
-    assert (lru["policy"], bound["policy"]) == ("lru", "clairvoyant")
-    assert bound["prefix_hit_tokens"] > lru["prefix_hit_tokens"]
-
-
-def test_speeds_and_model_change_what_a_hit_saves(trace: Path, tmp_path: Path) -> None:
-    config = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "dtype": "float16"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    arguments = (trace, "--capacity", 6, "--json")
-    plain, slow, small = (
-        json.loads(run(*arguments, *more).stdout)[0]
-        for more in ((), ("--prefill-speed", 100), ("--model", tmp_path / "config.json"))
-    )
-    assert slow["ttft_p95_s"] > plain["ttft_p95_s"]
-    assert slow["prefix_hit_tokens"] == small["prefix_hit_tokens"] == plain["prefix_hit_tokens"]
-    assert small["tiers"][0]["written_bytes"] < plain["tiers"][0]["written_bytes"]
-    assert small["saved_flops_pct"] != plain["saved_flops_pct"]
 
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_tables_fit_and_mark_the_best(trace: Path, width: int) -> None:
     capacities = ",".join(map(str, range(1, 12)))
-    done = run(trace, "--policy", "lru,arc,auto", "--capacity", capacities, "--bound", width=width)
+    done = run(trace, "--policy", "lru,arc,auto", "--capacity", capacities, width=width)
     assert done.exit_code == 0
     assert max(map(len, done.stdout.splitlines())) <= width
     assert "24 requests" in done.stdout
-    rows = [text for text in done.stdout.splitlines() if text.startswith(("lru", "arc", "auto", "bound"))]
+    rows = [text for text in done.stdout.splitlines() if text.startswith(("lru", "arc", "auto"))]
     numbers = [number for row in rows for number in re.findall(r"\d+\.\d+", row)]
-    assert len(numbers) == 3 * 4 * 11
-    assert all("*" not in row for row in rows if row.startswith("bound"))
+    assert len(numbers) == 3 * 3 * 11
     assert sum(row.count("*") for row in rows) >= 3 * 11
 
 
-def test_one_configuration_is_shown_in_detail_with_percentages_as_typed(trace: Path) -> None:
-    """19% of 10 distinct blocks are rounded down to one."""
-    done = run(trace, "--capacity", "19%,5", "--device", "99 %")
-    assert re.search(r"19% +50%", done.stdout)
-    assert "Device cache: 576 MiB, 9 blocks, 99% of the distinct blocks" in done.stdout
+def test_one_configuration_is_shown_in_detail(trace: Path) -> None:
     for device in ("640MiB", "10", "100%"):
         done = run(trace, "--device", device, "--capacity", "4", "--disk", 20)
         for words in ("device", "host", "disk", "never stored", "amplifi-", "TTFT p95"):
@@ -128,15 +106,13 @@ def test_a_long_name_leaves_the_numbers_whole(trace: Path, capacities: str) -> N
         f"lru,{__name__}:APolicyWithANameThatIsSoMuchLongerThanMostThatNoTerminalHasRoomForAllOfItInOneLine",
         "--capacity",
         capacities,
-        "--bound",
         width=80,
     )
     assert done.exit_code == 0
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert "…" not in done.stdout
-    (row,) = (text for text in done.stdout.splitlines()[:20] if text.startswith("bound"))
+    (row,) = (text for text in done.stdout.splitlines()[:10] if text.startswith("lru"))
     assert len(re.findall(r"\d+\.\d+", row)) == (2 if "," in capacities else 5)
-    assert "bound (knows the rest)" in done.stdout
 
 
 def test_a_page_with_all_plots(trace: Path, tmp_path: Path) -> None:
@@ -144,12 +120,12 @@ def test_a_page_with_all_plots(trace: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     pytest.importorskip("jinja2")
     page = tmp_path / "page.html"
-    done = run(trace, "--policy", "lru,arc", "--capacity", "2,4,8", "--bound", "--html", page)
+    done = run(trace, "--policy", "lru,arc", "--capacity", "2,4,8", "--html", page)
     assert done.exit_code == 0
     assert done.stdout.endswith(f"Page: {page}\n")
     text = page.read_text()
     assert not re.search(r'(?:src|href)="http', text)
-    for words in ("small.jsonl", "bound is a policy", "never stored"):
+    for words in ("small.jsonl", "arc", "never stored"):
         assert words in text
     done = run(trace, "--capacity", 4, "--html", page, "--json")
     assert json.loads(done.stdout)
@@ -158,19 +134,6 @@ def test_a_page_with_all_plots(trace: Path, tmp_path: Path) -> None:
         run(trace, "--capacity", capacities, "--html", page)
         assert page.read_text().count("<svg") == curves + bars
         assert ("Percent of all prompt tokens" in page.read_text()) is bool(curves)
-
-
-def test_invalid_lines_are_reported_and_skipped(trace: Path) -> None:
-    good = trace.read_text()
-    trace.write_text(good + "no json\n" + line(99_000, [1], input_length=-1) + "\n")
-    done = run(trace, "--capacity", 4, "--json", "--skip-bad-lines")
-    assert done.exit_code == 0
-    assert json.loads(done.stdout)[0]["requests"] == len(CHAINS)
-    assert "skipped 2 lines" in done.stderr
-    assert f"{trace}:{len(CHAINS) + 1}: " in done.stderr
-    done = run(trace, "--capacity", 4, "--json")
-    assert (done.exit_code, done.stdout) == (2, "")
-    assert f"{trace}:{len(CHAINS) + 1}: " in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -184,8 +147,7 @@ def test_invalid_lines_are_reported_and_skipped(trace: Path) -> None:
         (["--capacity", "1000%"], "--capacity='1000%': must be more than 0% and at most 100%"),
         (["--policy", f"{__name__}:Failing"], f"--policy='{__name__}:Failing': failed at request"),
         (["--policy", f"{__name__}:Greedy"], f"--policy='{__name__}:Greedy': failed at request"),
-        (["--device", "2"], "--device=2: the longest request needs 5 blocks (320 MiB) at once, so no engine"),
-        (["--device", "200MiB"], "--device=200MiB: the longest request needs 5 blocks (320 MiB) at once, so no engine"),
+        (["--device", "200MiB"], "--device=3: the longest request needs 5 blocks of the device at once, so no engine"),
         (
             ["--host-contents", "exclusive"],
             "--host-contents='exclusive': the size of the device's own cache is not given; leave it out",
@@ -196,8 +158,6 @@ def test_invalid_lines_are_reported_and_skipped(trace: Path) -> None:
         (["--format", "csv"], "--format='csv': unknown; use one of"),
         (["--block-tokens", "0"], "--block-tokens=0: must be a whole number"),
         (["--prefill-speed", "0"], "--prefill-speed=0: must be more than 0"),
-        (["--bound", "--disk", "5"], "--bound is for host memory alone; leave out --device and --disk"),
-        (["--policy", "clairvoyant", "--disk", "5"], "--policy='clairvoyant': this policy"),
         (["--html", "/no/such/page.html"], "--html='/no/such/page.html': cannot be written"),
         (["--capacity", ",".join(map(str, range(1, 1003)))], "--policy and --capacity: 1,002 combinations"),
     ],
@@ -236,13 +196,6 @@ def test_the_death_of_a_process_is_reported_in_one_line(trace: Path) -> None:
     assert done.stderr.count("\n") == 1
 
 
-def test_the_bound_alone_and_names_that_look_like_markup(trace: Path) -> None:
-    done = run(trace, "--policy", "clairvoyant", "--capacity", "2,4")
-    assert done.exit_code == 0
-    assert done.stdout.count("bound (knows the rest)") == 3
-    assert "*" not in done.stdout.rsplit("\n", 2)[0]
-
-
 def test_a_trace_without_any_block(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text(line(0, [], input_length=5))
@@ -264,15 +217,6 @@ def test_output_that_cannot_be_written(trace: Path) -> None:
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert done.stderr.startswith("kvoffload replay: cannot write the output: No space left on device")
-
-
-def test_an_empty_or_missing_trace(tmp_path: Path) -> None:
-    empty = tmp_path / "empty.jsonl"
-    empty.touch()
-    for path in (empty, tmp_path / "missing"):
-        done = testing.CliRunner().invoke(cli.group(), ["replay", str(path)])
-        assert (done.exit_code, done.stdout) == (2, "")
-        assert done.stderr.count("\n") == 1
 
 
 def test_host_memory_that_does_not_repeat_the_device(trace: Path, tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def trace(tmp_path: Path) -> Path:
     [
         ["--policy", "lru,arc", "--capacity", "20%,50%"],
         ["--policy", "lru", "--capacity", "20%", "--device", "30%", "--disk", "90%"],
-        ["--policy", "lru,auto", "--capacity", "20%", "--bound"],
+        ["--policy", "lru,auto", "--capacity", "20%"],
     ],
 )
 def test_replay(trace: Path, arguments: list[str], terminal: bool) -> None:

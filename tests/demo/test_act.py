@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import time
 from pathlib import Path
 
 import pytest
 
-from demo import act, process
+from demo import act
 from demo.act import run_act
 from demo.process import DemoError
 from demo.protocol import ActConfig, RequestResult
@@ -49,52 +47,6 @@ def test_a_whole_act(tmp_path: Path) -> None:
     assert (tmp_path / "act.log").read_text() == "100000\n"
 
 
-def test_the_control_repeats_the_requests_and_is_not_in_the_summary(tmp_path: Path) -> None:
-    program = """
-info(); request(0); request(1)
-command("summary"); send(dict(wall_s=3.0, metrics={}))
-command("corrupt_loads"); send(None)
-request(0, "repeat"); request(1, "repeat"); summary()
-"""
-    result = run_act(CONFIG, tmp_path / "act.log", print, ("-c", PRELUDE + program), with_control=True)
-    assert result.control == result.requests
-    assert len(result.control) == 2
-    assert result.summary.wall_s == 3.0
-
-
-def test_an_engine_that_was_ended_gets_no_more_commands_and_exits(tmp_path: Path) -> None:
-    run(tmp_path, "info(); request(0); request(1); summary(); print(repr(sys.stdin.read()))")
-    assert (tmp_path / "act.log").read_text() == "''\n"
-
-
 def test_a_crash_shows_the_log(tmp_path: Path) -> None:
     with pytest.raises(DemoError, match=r"ended too early(.|\n)*act\.log(.|\n)*ValueError: no such thing"):
         run(tmp_path, "info(); request(0); raise ValueError('no such thing')")
-
-
-def test_an_engine_that_never_reads_its_configuration(tmp_path: Path) -> None:
-    with pytest.raises(DemoError, match="ended too early"):
-        run_act(CONFIG, tmp_path / "act.log", print, ("-c", "pass"))
-
-
-def test_a_silent_engine_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "REPLY_DEADLINE_S", 0.3)
-    start = time.monotonic()
-    with pytest.raises(DemoError, match="silent for"):
-        run(tmp_path, "print(os.getpid(), flush=True); info(); time.sleep(60)")
-    assert time.monotonic() - start < 30
-    pid = int((tmp_path / "act.log").read_text())
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
-
-
-def test_an_interrupt_leaves_no_process(tmp_path: Path) -> None:
-    def interrupt(_: object) -> None:
-        raise KeyboardInterrupt
-
-    program = PRELUDE + "print(os.getpid(), flush=True); info(); request(0); time.sleep(60)"
-    with pytest.raises(KeyboardInterrupt):
-        run_act(CONFIG, tmp_path / "act.log", interrupt, ("-c", program))
-    pid = int((tmp_path / "act.log").read_text())
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)

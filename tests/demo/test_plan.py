@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 
 from demo import run
-from demo.act import ActResult
-from demo.model import CONFIG, write_model
 from demo.process import DemoError
 
 
@@ -22,16 +20,6 @@ def test_a_document_is_evicted_before_it_returns(sizes: run.Sizes) -> None:
             between = {c % sizes.documents for c, _ in run.plan_visits(sizes)[last[document] + 1 : at]} - {document}
             assert len(between) * sizes.document_blocks[0] > sizes.device_blocks
         last[document] = at
-
-
-def test_after_the_restart_each_document_is_asked_once(baseline: ActResult) -> None:
-    answers = run.known_answers(baseline.requests)
-    asked = [request for request, answer in zip(baseline.requests, answers, strict=True) if answer is None]
-    assert sorted(request.document for request in asked) == list(range(run.USUAL.documents))
-    for request, answer in zip(baseline.requests, answers, strict=True):
-        later = [r for r in baseline.requests[request.index + 1 :] if r.document == request.document]
-        assert (answer is None) == (not later)
-        assert answer in (None, request.output_tokens)
 
 
 def test_the_disk_outlives_the_act(tmp_path: Path) -> None:
@@ -50,23 +38,3 @@ def test_a_full_disk_is_reported_before_anything_runs(tmp_path: Path) -> None:
         (directory / "slab").write_bytes(b"x")
         assert directory.parent == tmp_path
     assert not directory.exists()
-
-
-def test_every_prompt_fits() -> None:
-    for max_model_len in (1024, 2048, run.USUAL.max_model_len):
-        longest = run.document_blocks(run.USUAL, max_model_len)[1] * run.BLOCK_SIZE
-        assert longest + 2 * run.USUAL.turns * (run.QUESTION_TOKENS + run.ANSWER_TOKENS) <= max_model_len
-    for sizes in (run.USUAL, run.CHATS):
-        assert run.document_blocks(sizes, sizes.max_model_len) == sizes.document_blocks
-
-
-def test_users_of_a_document_ask_other_questions_about_the_same_text(tmp_path: Path) -> None:
-    write_model(tmp_path, 0, CONFIG | {"num_hidden_layers": 1})
-    (tmp_path / "tokenizer.json").touch()
-    documents = run.load(tmp_path, False, None, 0, run.CHATS)
-    act = run.make_config(tmp_path, False, documents, 0, run.CHATS, run.plan_visits(run.CHATS))
-    assert act.tokenizer
-    assert len(documents) == run.CHATS.documents
-    assert act.documents[: len(documents)] == act.documents[len(documents) :]
-    assert len({tuple(questions) for questions in act.questions}) == len(act.questions) == run.CHATS.conversations
-    assert {len(questions) for questions in act.questions} == {run.CHATS.turns + 1}

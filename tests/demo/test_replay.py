@@ -5,10 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-import pytest
-
 from demo.act import ActResult
-from demo.process import DemoError
 from demo.protocol import RequestResult
 from demo.replay import replay_act
 from kvoffload.cache.keys import hash_blocks
@@ -53,16 +50,3 @@ def test_disagreement(tmp_path: Path, offload: ActResult) -> None:
     assert agreement is not None
     assert not agreement.agrees
     assert agreement.largest_difference == 16
-
-
-def test_a_model_with_several_groups_is_not_replayed(tmp_path: Path, offload: ActResult) -> None:
-    record(tmp_path / "t", [1], groups=2)
-    assert replay_act(tmp_path / "t", found(offload, [(0, 0)])) is None
-
-
-def test_an_incomplete_or_missing_trace(tmp_path: Path, offload: ActResult) -> None:
-    record(tmp_path / "t", [1])
-    with pytest.raises(DemoError, match="1 of 2 requests were recorded"):
-        replay_act(tmp_path / "t", found(offload, [(0, 0), (0, 0)]))
-    with pytest.raises(DemoError, match=r"cannot be replayed: .*No such file"):
-        replay_act(tmp_path / "none", [])

@@ -10,6 +10,15 @@ import yaml
 
 KUBERNETES = Path(__file__).parents[2] / "deploy" / "kubernetes"
 ADDRESS = "10.96.0.7"
+PORTS = (
+    "VLLM_PORT",
+    "VLLM_DP_MASTER_PORT",
+    "VLLM_NIXL_SIDE_CHANNEL_PORT",
+    "VLLM_P2P_SIDE_CHANNEL_PORT",
+    "VLLM_EC_SIDE_CHANNEL_PORT",
+    "VLLM_MOONCAKE_BOOTSTRAP_PORT",
+)
+"""Variables that vLLM reads as numbers, and that Kubernetes sets to an address for a Service of the same name."""
 
 
 def has_links(pod: Mapping[str, Any]) -> bool:

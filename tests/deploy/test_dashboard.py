@@ -28,7 +28,6 @@ from kvoffload.observe.metrics import METRICS
 from . import queries as dashboard
 
 ROOT = Path(__file__).resolve().parents[2]
-GRAFANA = ROOT / "deploy" / "grafana"
 ALERTS = (ROOT / "deploy" / "prometheus" / "alerts.yml").read_text()
 DEADLINE_S = 60
 
@@ -122,20 +121,6 @@ def test_every_query_can_be_narrowed() -> None:
                 wanted.append("tier")
             assert all(f'{label}=~"${label}"' in selectors for label in wanted), expr
     assert list(VARIABLES) == ["datasource", "model_name", "instance", "engine", "tier"]
-
-
-def test_provisioning_names_what_is_there() -> None:
-    yaml = pytest.importorskip("yaml", reason="needs the package pyyaml")
-    provisioning = GRAFANA / "provisioning"
-    (provider,) = yaml.safe_load((provisioning / "dashboards" / "kvoffload.yml").read_text())["providers"]
-    (source,) = yaml.safe_load((provisioning / "datasources" / "prometheus.yml").read_text())["datasources"]
-    scrape = yaml.safe_load((ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text())["global"]
-    assert provider["type"] == "file"
-    assert source["type"] == VARIABLES["datasource"]["query"] == "prometheus"
-    assert source["jsonData"]["timeInterval"] == scrape["scrape_interval"]
-    guide = (ROOT / "docs" / "monitoring.md").read_text()
-    for variable in (provider["options"]["path"], source["url"]):
-        assert variable.removeprefix("$") + "=" in guide
 
 
 # With a real Prometheus.
@@ -246,15 +231,6 @@ def test_every_query_has_an_answer(prometheus: Any, panel: Any) -> None:
 
 
 @needs_prometheus
-@pytest.mark.parametrize("title", ["Served by kvoffload", "Tokens not computed", "Where prompt tokens were found"])
-def test_what_is_served_is_known_without_a_tier(prometheus: Any, title: str) -> None:
-    (panel,) = [panel for panel in PANELS if panel.title == title]
-    values = dashboard.variables(60, 1, 15, {"tier": "none"})
-    names = {curve.name for curve in dashboard.ask(prometheus, panel, values, time.time(), 60, 1)}
-    assert names == ({""} if panel.kind == "stat" else {"device", "host memory", "computed"})
-
-
-@needs_prometheus
 def test_a_query_that_is_wrong_is_noticed(prometheus: Any) -> None:
     """Negative controls: a mistake in the language, a metric that does not exist, a variable that is unknown."""
     panel = PANELS[0]
@@ -272,18 +248,3 @@ def test_alert_rules_can_be_evaluated(prometheus: Any) -> None:
     firing = {name for name, expr in dashboard.alert_expressions() if prometheus.instant(expr, time.time())}
     assert {"KvoffloadOff", "KvoffloadTierOff", "KvoffloadTierPaused"} <= firing
     assert "KvoffloadMissing" not in firing
-
-
-@needs_prometheus
-def test_variables_have_values(prometheus: Any) -> None:
-    for name, values in {"model_name": {"model"}, "engine": {"0"}, "tier": {"disk", "redis"}}.items():
-        query = re.fullmatch(r"label_values\((.*), (\w+)\)", VARIABLES[name]["query"]["query"])
-        assert query is not None
-        assert query[2] == name
-        expr = dashboard.substitute(f"group by ({name}) ({query[1]})", dashboard.variables(60, 1, 1, {}))
-        assert {labels[name] for labels, _ in prometheus.instant(expr, time.time())} == values
-
-
-def test_a_server_that_is_not_there_is_an_error() -> None:
-    with pytest.raises(dashboard.QueryError, match="cannot be reached"):
-        dashboard.Prometheus(f"http://127.0.0.1:{free_ports(1)[0]}").instant("up", time.time())

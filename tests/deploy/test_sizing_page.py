@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 
-from kvoffload import OffloadConfig
 from kvoffload.lab.model import ModelShape
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "sizing.md").read_text()
@@ -65,9 +63,3 @@ def test_a_figure_is_what_its_formula_gives(text: str, value: float) -> None:
     number = re.findall(r"[\d,]*\d(?:\.\d+)?(?= (?:GiB|GB|TB|MB|s|h|tokens)\b)", text)[-1]
     digits = len(number.partition(".")[2])
     assert number.replace(",", "") == f"{value:.{digits}f}"
-
-
-def test_the_options_of_the_example_are_accepted() -> None:
-    (found,) = re.findall(r"^```\n(\{\"host_bytes\".*?)```$", PAGE, re.MULTILINE | re.DOTALL)
-    options = json.loads(found)
-    assert OffloadConfig.from_mapping(options | {"host_bytes": "1MiB"}).tiers[0].store_threshold == 2

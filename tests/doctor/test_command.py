@@ -20,12 +20,12 @@ from kvoffload.abc import ConfigError
 from kvoffload.cli import group
 from kvoffload.doctor import configuration, examine
 from kvoffload.doctor.examine import Examination
-from kvoffload.doctor.findings import AREAS, CHECKS, Area, Finding, Level, Report, Secrets, secrets_in
+from kvoffload.doctor.findings import AREAS, CHECKS, Area, Finding, Level, hide, secrets_in
 from kvoffload.doctor.integrations import Integration
-from kvoffload.doctor.report import show, verdict
+from kvoffload.doctor.report import show
 from kvoffload.doctor.source import read_source
 from kvoffload.tiers.remote.config import RemoteTierConfig
-from tests.doctor.rig import LLAMA, QUICK, diagnose, findings_of, judge, look_at, model_file, needs_root
+from tests.doctor.rig import LLAMA, QUICK, diagnose, findings_of, judge, model_file, needs_root
 
 HERE = "tests.doctor.test_command"
 
@@ -80,25 +80,11 @@ def test_of_several_connectors_the_entry_of_kvoffload_is_read() -> None:
     for no_list in (None, {"a": own}):
         with pytest.raises(ConfigError, match=r"the .connectors. of MultiConnector are not a list"):
             read_source(of(no_list))
-    with pytest.raises(ConfigError, match=r"vLLM takes one connector; write .* .MultiConnector."):
-        read_source(json.dumps([own, other]))
 
 
-@pytest.mark.parametrize("name", ["kv_transfer_config", "kv-transfer-config", "--kv-transfer-config"])
-def test_a_level_too_many_is_named(name: str) -> None:
-    """As in vLLM's own file of options, and with the options written twice."""
-    with pytest.raises(ConfigError, match=rf"has the key .{name}. around it; give only the value of that key"):
-        read_source(json.dumps({name: OWN}))
-    twice = {**OWN, "kv_connector_extra_config": {"kv_connector_extra_config": {"host_bytes": "1GiB"}}}
-    with pytest.raises(ConfigError, match="kv_connector_extra_config stands in itself; write it once"):
-        read_source(json.dumps(twice))
-
-
-@pytest.mark.parametrize(("role", "level"), [("both", Level.PROBLEM), ("kv_consumer", Level.WARNING)])
-def test_a_role_that_vllm_refuses_is_a_problem(role: str, level: Level) -> None:
-    found = findings_of(partial(configuration.check, read_source(json.dumps({**OWN, "kv_role": role}))))
-    assert found["config.role"].level is level
-    assert found["config.role"].text.startswith(f"kv_role='{role}': ")
+def test_a_role_with_which_nothing_is_stored_or_loaded() -> None:
+    found = findings_of(partial(configuration.check, read_source(json.dumps({**OWN, "kv_role": "kv_consumer"}))))
+    assert found["config.role"].level is Level.WARNING
 
 
 def test_a_fix_stands_by_itself_and_a_separator_in_a_value_is_part_of_it() -> None:
@@ -107,23 +93,6 @@ def test_a_fix_stands_by_itself_and_a_separator_in_a_value_is_part_of_it() -> No
     found = judge({"host_bytes": "64MiB", "disk_dir": "/tmp/a; b: c"})
     assert found["config.refused"].text == "disk_dir='/tmp/a; b: c': disk_bytes is not set"
     assert found["config.refused"].fix.startswith("say how much of that disk to use")
-
-
-def test_one_wrong_setting_is_one_error() -> None:
-    disk = {"host_bytes": "64MiB", "disk_dir": "/var/cache/kvoffload", "disk_bytes": "1GiB"}
-    wrong: dict[str, dict[str, Any]] = {
-        "disk_dir": {**disk, "disk_dir": "cache"},
-        "disk_bytes": {**disk, "disk_bytes": "much"},
-    }
-    wrong["tiers[3]"] = {"host_bytes": "64MiB", "tiers[3]": 1}
-    wrong["tier"] = {"host_bytes": "64MiB", "tier": {"kind": "redis", "url": "redis://h:6379"}}
-    found = {}
-    for name, options in wrong.items():
-        config, _, (found[name],) = configuration.read_config(Integration.CONNECTOR, options)
-        assert config is None
-        assert found[name].setting == name
-    assert str(found["tiers[3]"]).startswith("tiers[3]=***: unknown option")
-    assert "did you mean tiers?" in found["tier"].fix
 
 
 def test_an_error_of_each_entry_is_listed_and_the_right_ones_are_kept() -> None:
@@ -149,7 +118,7 @@ def test_a_directory_that_holds_more_than_its_budget(tmp_path: Path) -> None:
 def test_what_belongs_to_vllm_is_checked_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", "other")
     found = judge({}, {"kv_connector": "NixlConnector"})
-    assert set(found) == {"config.connector", "config.role", "config.plugin", "config.refused"}
+    assert set(found) == {"config.connector", "config.plugin", "config.refused"}
     assert all(each.level is Level.PROBLEM and each.fix for each in found.values())
     assert "host_bytes is not set" in found["config.refused"].text
     monkeypatch.setenv("VLLM_PLUGINS", "other,kvoffload")
@@ -179,18 +148,6 @@ def test_contents_that_a_server_would_refuse(tmp_path: Path) -> None:
         "host_contents='exclusive': a block has several"
         in judge(options | {"block_size_factor": 2})["config.refused"].text
     )
-
-
-def test_a_password_that_others_may_read(tmp_path: Path) -> None:
-    password = tmp_path / "password"
-    password.write_text("secret")
-    tier = {"kind": "redis", "url": "redis://localhost:6379", "password_file": str(password)}
-    for mode, is_open in ((0o600, False), (0o644, True)):
-        password.chmod(mode)
-        found = judge({"host_bytes": "64MiB", "tiers": [tier]})
-        assert found["config.valid"].text.endswith("tiers: redis")
-        assert ("config.key_file_open" in found) == is_open
-    assert f"password_file='{password}'" in found["config.key_file_open"].text
 
 
 @needs_root
@@ -239,19 +196,12 @@ def test_findings_are_grouped_and_fixes_stand_below() -> None:
     assert printed(FOUND, 60, "ascii").isascii()
 
 
-def test_the_verdict_says_what_counts() -> None:
-    assert verdict(Examination(FOUND[:1])) == "Nothing stops or slows this deployment."
-    assert verdict(Examination(FOUND[2:])) == "Nothing stops this deployment; 1 warning."
-    assert verdict(Examination(FOUND[1:2])) == "1 problem: fix it before you deploy."
-
-
 def test_secrets_are_hidden() -> None:
     options = {"tiers": [{"passe": "sesame", "url": "rediss://user:pa%20ss@host:1/0", "hmac_key_file": "/a/key"}]}
-    texts = Secrets(secrets_in(options))
     text = "sesame rediss://user:pa%20ss@host:1/0 /a/key rediss://host"
-    assert texts.hide(text) == "*** *** /a/key rediss://host"
-    hidden = texts.hide_in(Finding("tier.a", Level.NOTE, Area.TIER, "", "sesame", "sesame!", {"x": "sesame", "y": 1}))
-    assert (hidden.text, hidden.fix, dict(hidden.figures)) == ("***", "***!", {"x": "***", "y": 1})
+    found = {"text": text, "figures": {"x": "sesame!", "y": 1}}
+    hidden = {"text": "*** *** /a/key rediss://host", "figures": {"x": "***!", "y": 1}}
+    assert hide(found, secrets_in(options)) == hidden
 
 
 # Checks run in a process of their own.
@@ -307,17 +257,6 @@ def test_time_that_a_check_waits_for_a_processor_does_not_count(monkeypatch: pyt
     monkeypatch.setattr(examine, "_waited_s", waited_s)
     diagnose(with_tiers("hangs"), effort=replace(QUICK, deadline_s=1.0)).one("doctor.hung", "odd")
     assert waits[-1] - waits[0] > 2.0
-
-
-def test_a_check_that_is_to_end_cleans_up_first() -> None:
-    said: list[Mapping[str, Any]] = []
-    report = Report(said.append)
-    report.is_ended = True
-    report.clean_up("removes")
-    with pytest.raises(SystemExit):
-        report.stage("goes on")
-    report.stage("cannot remove")
-    assert said == [{"stage": "removes"}, {"stage": "cannot remove"}]
 
 
 def test_every_id_is_listed() -> None:
@@ -389,11 +328,3 @@ def test_options_one_level_up() -> None:
     assert "one level below" in found["config.misplaced"].fix
     assert found["config.refused"].text == "host_bytes=64: 64 bytes are of no use"
     assert 'did you mean host_bytes="64GiB"?' in found["config.refused"].fix
-
-
-def test_a_disk_that_may_not_be_mounted(tmp_path: Path) -> None:
-    assert look_at(tmp_path / "kv")["directory.missing"].level is Level.NOTE
-    found = look_at(tmp_path / "nvme" / "kv")["directory.missing"]
-    assert found.level is Level.WARNING
-    assert "another file system may not be mounted" in found.text
-    assert found.fix.startswith("mount it")

@@ -87,11 +87,8 @@ def test_a_secret_in_an_unknown_place_is_shown_nowhere(options: Mapping[str, Any
 
 
 SHOWN: dict[str, list[object]] = {
-    "skip_last_n_tokens": [3],
     "zzz": [True, None],
     "host_bytes": ["8 gigs"],
-    "tiers[0].bytes": ["8 gigs"],
-    "tiers[0].kind": ["rediss"],
     "tenants.a.b.quota.host": ["8 gigs"],
     "tiers[1].url": ["redis://h:6379/x y"],
     "endpoint": ["minio:9000"],
@@ -102,11 +99,9 @@ SHOWN: dict[str, list[object]] = {
 }
 HIDDEN: dict[str, list[object]] = {
     "zzz": ["a", b"a", object()],
-    "tenants.a.salt": ["x"],
     "tiers[1].url": ["redis://u@h", "s3://b?sig=x", 987654321],
     "endpoint": ["SECRET@host"],
     "hmac_key_file": ["8J+Rg/x=="],
-    "tiers[0].password_file": [987654321],
     "tiers[0].username": [987654321],
     "host_bytes": ["redis://u:SECRET@h"],
     "record_trace": ["http://u:SECRET@h/x"],
@@ -143,10 +138,9 @@ def test_the_command_shows_no_secret(tmp_path: Path) -> None:
     tier = {"kind": "redis", "url": "redis://127.0.0.1:1", "requirepass": SECRET}
     options = {"host_bytes": "64MiB", "tiers": [tier, {"kind": "redis", "url": f"redis://:{SECRET}@h"}], "pass": SECRET}
     assert SECRET not in diagnose(options).output
-    path = tmp_path / "kv.yaml"
+    path = tmp_path / "kv"
     path.write_text(f"pass: {SECRET}")
     for text in (f"pass: {SECRET}", str(path), "{" + SECRET):
         with pytest.raises(ConfigError) as caught:
             read_source(text)
         assert SECRET not in str(caught.value)
-        assert ("YAML is not read" in str(caught.value)) == (text == str(path))

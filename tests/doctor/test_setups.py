@@ -201,31 +201,6 @@ def test_directories_that_this_user_may_not_use(tmp_path: Path) -> None:
     assert found("disk-5", "directory.not_writable")["level"] == "problem"
 
 
-@pytest.fixture
-def ramfs(tmp_path: Path) -> Iterator[Path]:
-    """A file system without O_DIRECT."""
-    folder = private(tmp_path / "ramfs")
-    if subprocess.run(["mount", "-t", "ramfs", "none", folder], capture_output=True).returncode:
-        pytest.skip("no file system can be mounted here")
-    folder.chmod(0o700)
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", folder], check=True)
-
-
-@needs_root
-def test_a_file_system_in_memory_without_direct_io(ramfs: Path, healthy: Diagnosis) -> None:
-    # It says that it has no room, so a server that shares it is warned, and one of a disk tier refused.
-    found = look_at(ramfs, SharedDirConfig)
-    assert found["directory.kind"].level is Level.WARNING
-    assert "name a directory on a disk" in found["directory.kind"].fix
-    assert found["directory.locks"].level is Level.OK
-    assert found["directory.direct_io"].level is Level.WARNING
-    assert "page cache" in found["directory.direct_io"].text
-    assert healthy.one("directory.direct_io")["level"] == "ok"
-
-
 @needs_root
 @pytest.mark.parametrize("kind", [DiskConfig, SharedDirConfig])
 def test_a_file_system_that_has_space_and_no_inodes(tmp_path: Path, kind: type[DirectoryConfig]) -> None:

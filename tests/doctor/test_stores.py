@@ -21,14 +21,10 @@ from kvoffload.abc import ByteArray
 from kvoffload.doctor import stores
 from kvoffload.doctor.configuration import PlannedTier
 from kvoffload.doctor.findings import Level
-from kvoffload.tiers.object_store.config import ObjectStoreConfig
-from kvoffload.tiers.redis.config import RedisConfig
 from kvoffload.tiers.remote.client import Outcome, StoreClient
 from kvoffload.tiers.remote.config import RemoteTierConfig
-from kvoffload.tiers.remote.growth import GrowthWatch
-from tests.doctor.rig import QUICK, Diagnosis, diagnose, findings_of, private, silent_server
+from tests.doctor.rig import QUICK, Diagnosis, diagnose, findings_of, silent_server
 from tests.tiers.mooncake.rig import needs_mooncake
-from tests.tiers.object_store.rig import needs_obstore
 from tests.tiers.redis.rig import RedisServer, free_port, needs_redis
 
 HERE = "tests.doctor.test_stores"
@@ -110,33 +106,6 @@ def test_a_store_is_measured(redis: Diagnosis) -> None:
     assert redis.one("store.round_trip", "redis")["figures"]["round_trip_p50_ms"] > 0
     assert redis.one("store.speed", "redis")["figures"]["get_bytes_per_s"] > 0
     assert not {PASSWORD, WRONG_PASSWORD} & set(re.findall(r"\w+", redis.output))
-
-
-@needs_obstore
-def test_a_bucket(tmp_path: Path) -> None:
-    config = ObjectStoreConfig(url=f"file://{private(tmp_path / 'bucket')}")
-    found = findings_of(partial(stores.check, PlannedTier("object_store", "tiers[0].", config, 100.0)))
-    assert set(found) == {"store.connects", "store.round_trip", "store.speed"}
-    assert {each.level for each in found.values()} == {Level.OK}
-    assert not [path for path in (tmp_path / "bucket").rglob("*") if path.is_file()]
-
-
-class LargeClient(RedisConfig):
-    client_bytes = 1 << 20
-
-
-def test_a_client_may_take_what_its_configuration_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    watched: list[int] = []
-
-    class Watch(GrowthWatch):
-        def __init__(self, own_bytes: int) -> None:
-            watched.append(own_bytes)
-            super().__init__(own_bytes)
-
-    monkeypatch.setattr(stores, "GrowthWatch", Watch)
-    config = LargeClient(url="redis://127.0.0.1:1")
-    findings_of(partial(stores.check, PlannedTier("large", "tiers[0].", config, 100.0)))
-    assert watched == [stores.OWN_BYTES + config.client_bytes]
 
 
 @dataclass(frozen=True, kw_only=True)

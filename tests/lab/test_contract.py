@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 import random
 from pathlib import Path
 
 import pytest
 
-from kvoffload.abc import ConfigError
 from kvoffload.cache.tenants import TenantConfig
 from kvoffload.lab.readers import read_trace
 from kvoffload.lab.replay import Contract, ReplayConfig, replay
@@ -77,20 +75,6 @@ def test_hints_are_used_unless_they_are_left_out(tmp_path: Path) -> None:
     assert with_hints["chat"] > without["chat"]
 
 
-def test_hints_survive_files_and_parts(tmp_path: Path) -> None:
-    trace = read_trace(write(tmp_path / "t.jsonl"))
-    request = int(trace.tenants.tolist().index(trace.tenant_names.index("search")))
-    hints = trace.hints(request)
-    assert hints is not None
-    assert (hints.expect_return_s, hints.retain_s, hints.drop) == (30.0, 300.0, False)
-    part = trace.between(0.5, 1.0)
-    at = trace.num_requests - part.num_requests
-    assert [part.hints(i) for i in range(20)] == [trace.hints(at + i) for i in range(20)]
-    assert math.isnan(trace.retains.tolist()[trace.tenants.tolist().index(trace.tenant_names.index("chat"))])
-    dropping = read_trace(write(tmp_path / "d.jsonl", drops=True))
-    assert any(hints is not None and hints.drop for hints in map(dropping.hints, range(20)))
-
-
 @pytest.mark.parametrize("wrong", [{"retain_s": -1}, {"p_return": 2}, {"drop": 1}, {"expect_return_s": "soon"}])
 def test_hints_that_nobody_can_have_sent_are_problems(tmp_path: Path, wrong: dict[str, object]) -> None:
     line = {"timestamp": 0, "input_length": 16, "output_length": 0, "hash_ids": [1]}
@@ -100,8 +84,3 @@ def test_hints_that_nobody_can_have_sent_are_problems(tmp_path: Path, wrong: dic
         assert read_trace(path, skip_bad_lines=True).num_problems == 1
     except TraceError:
         pytest.fail("one bad line hides the good ones")
-
-
-def test_shares_that_do_not_fit_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="guaranteed"):
-        found(read_trace(write(tmp_path / "t.jsonl")), Contract((TenantConfig("search", {"host": 1000}),)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 
 import numpy as np
@@ -10,29 +9,9 @@ import pytest
 
 from benchmarks.synthetic import generate
 from kvoffload.lab.curves import LRUCurve, hit_curve
-from kvoffload.lab.readers import read_trace
 from kvoffload.lab.replay import ReplayConfig, replay
 from kvoffload.lab.trace import Trace
-from tests.lab.traces import TRACES, make_trace
-
-REAL = [
-    pytest.param(name, marks=pytest.mark.skipif(not (TRACES / name).exists(), reason=f"no {name} in KVOFFLOAD_TRACES"))
-    for name in ("mooncake_conversation.jsonl.gz", "mooncake_synthetic.jsonl.gz", "agentic_coding.jsonl.gz")
-]
-SYNTHETIC = {"chat": 500, "agent": 200, "documents": 250}
-"""Requests of each kind."""
-ALL = pytest.mark.parametrize("source", [*SYNTHETIC, *REAL])
-
-read_once, generate_once = functools.cache(read_trace), functools.cache(generate)
-
-
-def load(source: str, requests: int) -> Trace:
-    """Returns the first ``requests`` of a trace."""
-    if source in SYNTHETIC:
-        return generate_once(source, SYNTHETIC[source])
-    trace = read_once(TRACES / source)
-    span = trace.times[-1] - trace.times[0]
-    return trace.between(0.0, float((trace.times[requests] - trace.times[0]) / span))
+from tests.lab.traces import make_trace
 
 
 def random_trace(seed: int, requests: int = 60) -> Trace:
@@ -83,15 +62,6 @@ def test_lru_equals_a_replay_of_random_traces(seed: int) -> None:
         assert totals[min(capacity, trace.num_distinct)] == sum(expected)
 
 
-@ALL
-def test_lru_equals_a_replay_of_real_traces(source: str) -> None:
-    trace = load(source, 500)
-    curve = LRUCurve(trace)
-    for share in (0.002, 0.03, 0.3):
-        capacity = max(1, int(share * trace.num_distinct))
-        assert curve.hit_tokens(capacity).tolist() == replayed(trace, "lru", capacity)
-
-
 def test_the_comparison_can_fail() -> None:
     """Control: another policy or capacity gives other hits."""
     trace = random_trace(0)
@@ -124,7 +94,7 @@ def test_long_and_empty_traces() -> None:
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_a_curve_has_the_hits_of_replays(policy: str) -> None:
-    trace = load("chat", 500)
+    trace = generate("chat", 500)
     seen: list[float] = []
     curve = hit_curve(trace, policy, [300, 100, 100], processes=1, on_progress=seen.append)
     assert curve.capacities == (100, 300)

@@ -59,31 +59,3 @@ def test_the_cache_agrees_with_a_simple_pool(seed: int) -> None:
         plain.serve(chain, hits, held)
         found += hits
     assert 0 < found < 300 * 8
-
-
-def test_a_prefix_is_evicted_from_its_tail() -> None:
-    cache = DeviceCache(4, 10)
-    cache.serve([0, 1, 2], 0, 3)
-    cache.serve([5, 6], 0, 2)
-    assert cache.lookup([0, 1, 2]) == 2
-    assert cache.num_evicted == 1
-
-
-def test_blocks_without_cached_content_take_room_too() -> None:
-    """Incomplete blocks and outputs are in no later prompt, but still evict others."""
-    for held, left in ((2, 2), (4, 0)):
-        cache = DeviceCache(4, 10)
-        cache.serve([0, 1], 0, 2)
-        cache.serve([5], 0, held)
-        assert cache.lookup([0, 1]) == left
-
-
-def test_a_hit_makes_a_prefix_recent() -> None:
-    for again, left in ((True, 2), (False, 0)):
-        cache = DeviceCache(4, 10)
-        cache.serve([0, 1], 0, 2)
-        cache.serve([5, 6], 0, 2)
-        if again:
-            cache.serve([0, 1], cache.lookup([0, 1]), 2)
-        cache.serve([7, 8], 0, 2)
-        assert cache.lookup([0, 1]) == left

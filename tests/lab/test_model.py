@@ -175,14 +175,6 @@ def test_layers_with_a_state_add_nothing_per_token(more: dict[str, Any]) -> None
     assert "31 of 32 layers keep a state" in shape.notes[0]
 
 
-def test_alternative_field_names() -> None:
-    gpt2 = {"model_type": "gpt2", "n_layer": 12, "n_head": 12, "n_embd": 768, "dtype": "float16"}
-    shape = ModelShape.from_config(gpt2)
-    assert shape.bytes_per_token == 12 * 2 * 768 * 2
-    # 124 million parameters, less embeddings of 50,257 tokens and 1,024 positions.
-    assert shape.linear_flops_per_token == pytest.approx(2 * (124.4e6 - 51_281 * 768), rel=0.01)
-
-
 def test_missing_invalid_and_inconsistent_sizes_are_named() -> None:
     for name in ("num_hidden_layers", "num_attention_heads", "hidden_size"):
         with pytest.raises(ConfigError, match=f"{name} is missing.*; add it"):
@@ -212,14 +204,6 @@ def test_config_files(tmp_path: Path) -> None:
             ModelShape.from_config(directory)
 
 
-def test_prefill_in_parts_costs_as_much_as_at_once() -> None:
-    start, middle, end = np.array([0.0, 10.0]), np.array([500.0, 10.0]), np.array([2000.0, 900.0])
-    whole = DEFAULT_MODEL.prefill_flops(start, end)
-    assert DEFAULT_MODEL.prefill_flops(start, middle) + DEFAULT_MODEL.prefill_flops(middle, end) == pytest.approx(whole)
-    assert whole[0] == DEFAULT_MODEL.prefill_flops(0.0, 2000.0)
-    assert whole[0] == pytest.approx(2000 * 13_958_643_712 + 524_288 * 2000**2 / 2)
-
-
 # Time to first token.
 
 MODEL = ModelShape("plain", bytes_per_token=1000.0, linear_flops_per_token=10.0, attention_flops_per_pair=0.0)
@@ -239,18 +223,3 @@ def test_found_tokens_are_loaded_and_the_rest_computed() -> None:
     assert ttft(100, device=40) == pytest.approx(0.6)
     assert ttft(100, host=40) == pytest.approx(0.04 + 0.6)
     assert ttft(100, device=10, host=40, disk=30) == pytest.approx(0.04 + 0.09 + 0.2)
-
-
-def test_tokens_that_are_faster_to_compute_are_not_loaded_from_disk() -> None:
-    slow = Speeds(100.0, 1e6, 1e4)
-    assert ttft(100, disk=50, speeds=slow) == pytest.approx(1.0)
-    assert ttft(100, host=20, disk=50, speeds=slow) == pytest.approx(0.02 + 0.8)
-
-
-def test_attention_makes_the_end_of_a_prompt_more_expensive() -> None:
-    model = ModelShape("long", 0.0, 10.0, 1.0)
-    tokens = np.array([1000, 1000])
-    nothing = np.zeros(2, dtype=np.int64)
-    head, none = ttft_seconds(model, SPEEDS, tokens, np.array([500, 0]), nothing, nothing)
-    assert none > 1000 / 100
-    assert head > none / 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from itertools import pairwise
@@ -31,63 +30,7 @@ def prefix(trace: Trace, a: int, b: int) -> int:
     return next((i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), min(len(one), len(other)))
 
 
-# AgentX and kv-cache-tester.
-
-
-def test_agentx() -> None:
-    trace = read_trace(SAMPLES / "agentx.made.jsonl")
-    assert (trace.block_tokens, trace.num_requests, trace.num_problems) == (64, 7, 0)
-    first, agent, second = sessions_of(trace)
-    assert trace.input_tokens[first].tolist() == [640, 896, 1280]
-    assert [prefix(trace, first[0], first[1]), prefix(trace, first[1], first[2])] == [10, 14]
-    assert prefix(trace, *agent) == 6
-    began = trace.times[first[0]]
-    # Absolute times: the subagent starts when its marker says, and its second request 5.5 s later.
-    assert (trace.times[agent] - began).tolist() == pytest.approx([12.5, 18.0])
-    # 7 ids for 377 tokens: the ids of whole blocks count.
-    assert [len(trace.chain(request)) for request in second] == [5, 12]
-    assert not set(trace.chain(first[0]).tolist()) & set(trace.chain(second[0]).tolist())
-
-
-def test_rows_of_a_table_have_nulls_where_a_field_is_missing(tmp_path: Path) -> None:
-    rows = [json.loads(line) for line in (SAMPLES / "agentx.made.jsonl").read_text().splitlines()]
-    fields = {field: None for row in rows for request in row["requests"] for field in request}
-    for row in rows:
-        row |= {"tool_tokens": None, "system_tokens": None}
-        row["requests"] = [fields | request for request in row["requests"]]
-    path = tmp_path / "t.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)))
-    trace, wanted = read_trace(path), read_trace(SAMPLES / "agentx.made.jsonl")
-    assert trace.ids.tolist() == wanted.ids.tolist()
-    assert trace.sessions.tolist() == wanted.sessions.tolist()
-
-
-def test_kv_cache_tester_counts_times_of_subagents_from_their_start() -> None:
-    trace = read_trace(SAMPLES / "kv_cache_tester.made.json")
-    parent, agent = sessions_of(trace)
-    assert trace.times[parent].tolist() == [0.0, 30.0]
-    assert trace.times[agent].tolist() == [12.5, 19.5]
-
-
-def test_a_subagent_a_hair_before_its_marker_has_absolute_times(tmp_path: Path) -> None:
-    (line, _) = (SAMPLES / "agentx.made.jsonl").read_text().splitlines()
-    data = json.loads(line)
-    data["requests"][2]["requests"][0]["t"] -= 1e-7
-    path = tmp_path / "t.json"
-    path.write_text(json.dumps(data))
-    _, agent = sessions_of(trace := read_trace(path))
-    assert trace.times[agent].tolist() == pytest.approx([12.5, 18.0])
-
-
 # Mooncake.
-
-
-def test_mooncake_toolagent() -> None:
-    trace = read_trace(SAMPLES / "mooncake_toolagent.made.jsonl")
-    assert (trace.block_tokens, trace.num_requests, trace.num_distinct) == (512, 4, 20)
-    assert trace.times.tolist() == [0.0, 3.0, 3.0, 6.0]
-    assert [prefix(trace, 0, 1), prefix(trace, 1, 2), prefix(trace, 2, 3)] == [12, 1, 1]
-    assert (trace.num_sessions, trace.num_tenants) == (0, 0)
 
 
 # Bailian.
@@ -109,26 +52,6 @@ def test_bailian() -> None:
     assert (prefix(larger, 0, 1), prefix(larger, 0, 2)) == (0, 3)
     with pytest.raises(TraceError, match=r"block_tokens=40: blocks of bailian\.made\.jsonl have 16 tokens"):
         read_trace(path, block_tokens=40)
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "reason"),
-    [
-        ("parent_chat_id", -2, "parent_chat_id=-2: not a whole number, -1 or more"),
-        ("chat_id", "7", "chat_id='7'"),
-        ("hash_ids", [1], "1 hash_ids for input_length=33, which has 3 blocks of 16 tokens"),
-        ("timestamp", None, "timestamp=None"),
-    ],
-)
-def test_invalid_lines_of_bailian(tmp_path: Path, field: str, value: object, reason: str) -> None:
-    lines = (SAMPLES / "bailian.made.jsonl").read_text().splitlines()
-    lines[1] = json.dumps(json.loads(lines[1]) | {field: value})
-    path = tmp_path / "t.jsonl"
-    path.write_text("\n".join(lines))
-    trace = read_trace(path, skip_bad_lines=True)
-    assert trace.num_requests == 4
-    assert [problem.line for problem in trace.problems] == [2]
-    assert reason in trace.problems[0].reason
 
 
 # Conversations with text.

@@ -15,7 +15,7 @@ from kvoffload.cache.policies.lru import LRUPolicy
 from kvoffload.config import HostContents
 from kvoffload.lab.model import ModelShape
 from kvoffload.lab.readers import read_trace
-from kvoffload.lab.replay import CLAIRVOYANT, ReplayConfig, ReplayResult, replay, replay_many
+from kvoffload.lab.replay import ReplayConfig, ReplayResult, replay, replay_many
 from kvoffload.lab.trace import Trace
 from tests.lab.traces import TRACES, make_trace, needs_traces
 
@@ -156,16 +156,6 @@ def test_reasons_of_misses() -> None:
     assert filtered.stored_blocks == 1
 
 
-def test_bytes_and_write_amplification() -> None:
-    model = ModelShape("two bytes", 2.0, 1.0, 1.0)
-    (host,) = replay(make([[1, 2], [3, 4], [1, 2]]), ReplayConfig("lru", 2), model=model).tiers
-    assert (host.written_bytes, host.read_bytes) == (6 * SIZE * 2, 0)
-    assert host.write_amplification == 6 / 4
-    assert host.evicted_blocks == 4
-    (host,) = replay(make([[1, 2]] * 3), ReplayConfig("lru", 2), model=model).tiers
-    assert (host.written_bytes, host.read_bytes) == (2 * SIZE * 2, 4 * SIZE * 2)
-
-
 # Tiers.
 
 
@@ -189,14 +179,6 @@ def test_the_device_leaves_a_token_to_compute_and_ignores_incomplete_blocks() ->
     assert (result.device_tokens[1], result.host_tokens[1]) == (SIZE, SIZE - 4)
 
 
-def test_blocks_on_the_device_that_the_host_has_evicted_are_stored_again() -> None:
-    # [2, 3] evicts [1] from a pool of two blocks; the device still has it.
-    trace = make([[1], [2, 3], [1, 4]])
-    result = replay(trace, inclusive("lru", 2, 8))
-    assert result.device_tokens.tolist() == [0, 0, SIZE]
-    assert result.stored_blocks == 5
-
-
 def exclusive(policy: str, capacity: int, device: int, threshold: int | None = None) -> ReplayConfig:
     """The default, if there is a device."""
     return ReplayConfig(policy, capacity, device, 0, threshold)
@@ -215,12 +197,6 @@ def test_exclusive_contents_are_what_has_left_the_device() -> None:
     assert result.host_tokens.tolist() == [0, 0, 0, 0]
 
 
-def test_if_there_is_no_room_for_all_that_leaves_the_device_the_heads_are_stored() -> None:
-    trace = make([[1, 2, 3], [7, 8, 9, 10], [1, 4]])
-    result = replay(trace, exclusive("lru", 1, 4))
-    assert result.host_tokens.tolist() == [0, 0, SIZE]
-
-
 def test_what_leaves_for_a_long_load_is_stored_before_it() -> None:
     # [1, 2, 3] is loaded into the device blocks of [7, 8, 9, 10], and the head of that returns.
     trace = make([[1, 2, 3, 4], [7, 8, 9, 10], [1, 2, 3, 11], [7, 8, 9, 12]])
@@ -229,26 +205,6 @@ def test_what_leaves_for_a_long_load_is_stored_before_it() -> None:
     # It is loaded in pieces: what leaves for one of them takes the slots of those before it.
     short = replay(trace, exclusive("lru", 4, 4))
     assert short.host_tokens.tolist() == [0, 0, 3 * SIZE, 3 * SIZE]
-
-
-def test_what_requests_with_hints_store_does_not_wait_until_it_leaves_the_device() -> None:
-    # [7, 8, 9] evicts 1, 2 and 3 from host memory, the last request 3, 2 and 1 from the device.
-    trace = make([[1, 2, 3], [7, 8, 9], [10, 11, 12, 13, 14]])
-    stored = [
-        replay(trace, exclusive("lru", 3, 8), hints=hints).stored_blocks
-        for hints in ([Hints(2), Hints(3), None], [None] * 3)
-    ]
-    assert stored == [6, 3], "at once, and not again; without hints when they leave"
-
-
-def test_a_request_without_hints_has_the_blocks_of_others_stored_when_they_leave_the_device() -> None:
-    trace = make([[1, 2, 3], [7, 8, 9], [1, 2, 3], [10, 11, 12, 13, 14]])
-    result = replay(trace, exclusive("lru", 3, 8), hints=[Hints(2), Hints(3), None, None])
-    assert result.device_tokens.tolist() == [0, 0, 2 * SIZE, 0]
-    # 9, 8 and 7 leave for the last request; for a longer one also 3, 2 and 1, which a request without hints has used.
-    longer = make([[1, 2, 3], [7, 8, 9], [1, 2, 3], [10, 11, 12, 13, 14, 15, 16, 17]])
-    again = replay(longer, exclusive("lru", 3, 8), hints=[Hints(2), Hints(3), None, None])
-    assert (result.stored_blocks, again.stored_blocks) == (6, 9)
 
 
 def test_with_exclusive_contents_hints_concern_what_is_in_host_memory() -> None:
@@ -319,13 +275,6 @@ def test_blocks_evicted_from_the_host_are_found_on_disk() -> None:
     assert sum(tier.hit_tokens for tier in result.tiers) == result.prefix_hit_tokens
 
 
-def test_a_full_disk_evicts_too() -> None:
-    trace = make([[1, 2], [3, 4, 5, 6, 7, 8], [1, 2]])
-    result = replay(trace, ReplayConfig("lru", 6, disk_blocks=6))
-    assert result.disk_tokens.tolist() == [0, 0, 0]
-    assert result.tiers[-1].evicted_blocks > 0
-
-
 @pytest.mark.parametrize("policy", sorted(BUILTIN))
 def test_tiers_only_add_hits_for_every_policy(policy: str) -> None:
     trace = random_trace(3, requests=100)
@@ -370,7 +319,6 @@ def test_an_invalid_setting_is_an_error() -> None:
         ({"device_blocks": -1}, "device_blocks=-1"),
         ({"disk_blocks": -1}, "disk_blocks=-1"),
         ({"store_threshold": 1}, "store_threshold=1: must be 2 or more"),
-        ({"policy": CLAIRVOYANT, "disk_blocks": 5}, "leave device and disk out"),
     ):
         with pytest.raises(ConfigError, match=words):
             ReplayConfig(**{"policy": "lru", "capacity_blocks": 8, **settings})  # type: ignore[arg-type]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import random
 from decimal import Decimal
 
@@ -18,7 +17,6 @@ from kvoffload.lab.model import ModelShape
 from kvoffload.lab.replay import ReplayConfig, replay
 from kvoffload.lab.sizing import Choices, Prices, Setting, Sizing, footnote, size
 from kvoffload.lab.trace import Trace
-from tests.lab.traces import make_trace
 
 GIB = 1 << 30
 MODEL = ModelShape("model", bytes_per_token=GIB / 256, linear_flops_per_token=1e10, attention_flops_per_pair=0.0)
@@ -86,15 +84,6 @@ def test_ram_adds_to_the_device_as_in_a_replay(chat: Trace, ram: int) -> None:
     assert setting.device_pct == pytest.approx(size(chat, MODEL, Choices(ram=[60 * GIB])).settings[0].served_pct)
     assert "% from the device, " in sizing.answer
     assert "RAM does not repeat what the device holds" in footnote(SPEEDS, sizing)
-
-
-def test_exclusive_contents_need_a_device_and_a_model_that_allows_them(chat: Trace) -> None:
-    windows = dataclasses.replace(MODEL, why_inclusive="the model has windows")
-    for model, device, why in ((MODEL, 0, "the device's own cache is not given"), (windows, 60 * GIB, "has windows")):
-        choices = Choices(ram=[240 * GIB], device=device)
-        assert size(chat, model, choices).choices.host_contents is HostContents.INCLUSIVE
-        with pytest.raises(ConfigError, match=f"host_contents='exclusive': .*{why}; leave it out"):
-            size(chat, model, dataclasses.replace(choices, host_contents=HostContents.EXCLUSIVE))
 
 
 @pytest.mark.parametrize("disk", [0, 400], ids=["no disk", "disk"])
@@ -171,48 +160,6 @@ def test_the_cheapest_setting_that_meets_a_target_is_chosen(chat: Trace, answer:
     assert cheaper
     assert all(setting.ttft_p95_s > target for setting in cheaper)
     assert f"{found.chosen} is the cheapest setting tried that meets a TTFT p95 of" in found.answer
-
-
-def test_prices_decide_the_choice(chat: Trace, answer: Sizing) -> None:
-    target = min(setting.ttft_p95_s for setting in answer.settings if not setting.disk_bytes)
-    free_disk = size(chat, MODEL, speeds=SPEEDS, target_p95_s=target, prices=Prices(5.0, 0.0)).chosen
-    dear_disk = size(chat, MODEL, speeds=SPEEDS, target_p95_s=target, prices=Prices(5.0, 1000.0)).chosen
-    assert free_disk is not None
-    assert free_disk.disk_bytes > 0
-    assert dear_disk is not None
-    assert dear_disk.disk_bytes == 0
-
-
-def test_a_target_that_no_setting_meets(chat: Trace) -> None:
-    found = size(chat, MODEL, speeds=SPEEDS, target_p95_s=1e-6)
-    assert found.chosen is None
-    best = min(found.settings, key=lambda setting: setting.ttft_p95_s)
-    assert found.best.ttft_p95_s == best.ttft_p95_s
-    assert found.answer.startswith(f"No setting tried meets a TTFT p95 of 0 ms. {found.best} comes closest")
-    assert "A cache that never evicts would reach" in found.answer
-
-
-def test_more_than_the_trace_can_fill_gives_a_warning(chat: Trace) -> None:
-    (warning,) = size(chat, MODEL, Choices(ram=[2 * chat.num_distinct * GIB])).warnings
-    assert "too short to predict" in warning
-    assert size(chat, MODEL, Choices(ram=[chat.num_distinct * GIB // 2])).warnings == ()
-
-
-def test_a_trace_without_repetitions() -> None:
-    trace = make_trace("once", 256, range(20), [512] * 20, [0] * 20, [[2 * r, 2 * r + 1] for r in range(20)])
-    found = size(trace, MODEL)
-    assert found.ceiling.served_pct == 0.0
-    assert "0.0% of prompt tokens" in found.answer
-
-
-def test_json_is_complete(answer: Sizing) -> None:
-    content = json.loads(json.dumps(answer.to_dict()))
-    assert content["answer"] == answer.answer
-    assert len(content["settings"]) == len(answer.settings)
-    chosen = content["chosen"]
-    assert chosen["served_pct"] == pytest.approx(chosen["ram_pct"] + chosen["disk_pct"])
-    shares = [point["hit_pct"] for point in content["curve"]]
-    assert shares == sorted(shares)
 
 
 def test_invalid_settings(chat: Trace) -> None:

@@ -14,7 +14,7 @@ from kvoffload.lab.readers import read_trace
 from kvoffload.lab.replay import ReplayConfig, replay
 from kvoffload.lab.trace import UNKNOWN, Trace, TraceError
 from kvoffload.lab.writer import write_trace
-from tests.lab.traces import TRACES, make_trace, needs_traces
+from tests.lab.traces import make_trace
 
 SAMPLES = Path(__file__).parent / "samples"
 
@@ -42,7 +42,6 @@ def figures(trace: Trace) -> list[dict[str, object]]:
 
 SOURCES: list[Path | str] = [
     *sorted(SAMPLES.glob("*.made.jsonl")),
-    SAMPLES / "kv_cache_tester.made.json",
     "chat",
     "agent",
     "documents",
@@ -60,14 +59,6 @@ def test_every_format_survives(tmp_path: Path, source: Path | str) -> None:
     assert path.read_bytes()[:2] == b"\x1f\x8b"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert [each.name for each in tmp_path.iterdir()] == [path.name]
-
-
-@needs_traces
-@pytest.mark.parametrize("name", ["mooncake_synthetic"])
-def test_a_real_trace_survives(tmp_path: Path, name: str) -> None:
-    trace = read_trace(TRACES / f"{name}.jsonl.gz")
-    write_trace(trace, tmp_path / "t.gz")
-    compare(trace, read_trace(tmp_path / "t.gz"))
 
 
 def example(times: list[float]) -> Trace:

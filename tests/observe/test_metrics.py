@@ -38,13 +38,6 @@ def test_take_returns_increases_of_counters_and_new_values_of_gauges() -> None:
     assert metrics.snapshot()["store_blocks"] == 7, "take keeps the totals"
 
 
-def test_counts_kept_elsewhere_are_read_on_demand() -> None:
-    metrics = Metrics(lambda: metrics.add("store_blocks"))
-    assert metrics.take() == {"store_blocks": 1}
-    assert metrics.take() == {"store_blocks": 1}
-    assert metrics.snapshot() == {"store_blocks": 3}
-
-
 def test_merged_changes_equal_the_totals() -> None:
     metrics = Metrics()
     seen: dict[str, float] = {}

@@ -63,13 +63,6 @@ def test_a_record_can_be_read_from_json() -> None:
             RequestRecord.from_dict({field: value for field, value in data.items() if field != name})
 
 
-def test_tokens_and_missing_blocks_are_summed_by_tier() -> None:
-    period = Period.of([FROM_DISK, FROM_TIERS], 0.0, 60.0)
-    assert (period.disk_tokens, period.tier_tokens) == (128, {"disk": 80, "shared_dir": 48})
-    late = RequestRecord(1.5, "r", 10, 0, 0, "ab", MissReason.NOT_IN_TIME, missed_in="mooncake")
-    assert by_reason([late])[0].tiers == {"mooncake": 1}
-
-
 IMPOSSIBLE: dict[str, list[Any]] = {
     "policy": [
         *("2q", {"rule": "2q"}, {"rule": "2q", "scores": {"lru": 1.0}}, {"rule": ["2q"], "scores": {"2q": 1.0}}),

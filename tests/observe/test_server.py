@@ -19,7 +19,6 @@ import tempfile
 import threading
 import time
 import tracemalloc
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -218,32 +217,6 @@ def test_records_read_during_appends_are_consecutive(start: Start) -> None:
         last = reading.records[-1].time
 
 
-class Mutated(deque[RequestRecord]):
-    """A deque that seems to change during its next ``failures`` iterations."""
-
-    failures = 0
-
-    def __iter__(self) -> Iterator[RequestRecord]:
-        if self.failures:
-            self.failures -= 1
-            raise RuntimeError("deque mutated during iteration")
-        return super().__iter__()
-
-
-def test_a_disturbed_copy_is_retried_given_up_eventually_and_the_server_goes_on(
-    serve: Callable[..., RecordServer],
-) -> None:
-    ring = Mutated([record(1), record(2)])
-    serve(lambda: ring)
-    ring.failures = 10**6
-    with pytest.raises(RecordsError, match="without an answer"):
-        read_records(here(), TIMEOUT_S)
-    assert ring.failures > 0
-    ring.failures = 5
-    assert read_records(here(), TIMEOUT_S).records == [record(1), record(2)]
-    assert ring.failures == 0
-
-
 def test_a_client_that_never_reads_is_disconnected_after_the_deadline(
     serve: Callable[..., RecordServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,14 +231,6 @@ def test_a_client_that_never_reads_is_disconnected_after_the_deadline(
         assert read_records(here(), TIMEOUT_S).records[0] == record(0)
         left = read_all(deaf)
     assert 0 < left.count(b"\n") < len(many), "it got what the socket buffers, and no more"
-
-
-def test_a_client_that_disconnects_does_no_harm(serve: Callable[..., RecordServer]) -> None:
-    many = [record(i) for i in range(20_000)]
-    serve(lambda: many)
-    for _ in range(20):
-        connect(here()).close()
-    assert len(read_records(here(), TIMEOUT_S).records) == len(many)
 
 
 def test_close_ends_the_thread_even_while_a_client_does_not_read(
@@ -299,12 +264,6 @@ def test_a_name_in_use_is_only_a_warning(serve: Callable[..., RecordServer], cap
     first.close()
     serve(lambda: [record(3)])
     assert read_records(here(), TIMEOUT_S).records == [record(3)], "the name can be used again"
-
-
-def test_a_name_is_sanitised_so_that_it_can_be_found(serve: Callable[..., RecordServer]) -> None:
-    serve(lambda: [record(1)], "engine/0 \n\0" + "x" * 200)
-    assert read_records(here("engine_0___" + "x" * 53), TIMEOUT_S).records == [record(1)]
-    assert here("engine_0___" + "x" * 53) in running_servers()
 
 
 @pytest.mark.parametrize("is_set", [False, True])
@@ -424,17 +383,6 @@ def test_a_server_that_another_user_has_made_a_directory_for_says_so(
         mine.rmdir() if mine.is_dir() and not mine.is_symlink() else mine.unlink()
 
 
-@only_as_root
-def test_the_runtime_directory_of_another_user_is_not_used(
-    serve: Callable[..., RecordServer], runtime_dir: Path
-) -> None:
-    """As of the session from which a server was started with su."""
-    os.chown(runtime_dir, 65534, 65534)
-    serve(lambda: [record(1)])
-    assert RunningServer(os.getpid(), "here", Path(f"/tmp/kvoffload-{os.geteuid()}")) in running_servers()
-    assert not list(runtime_dir.iterdir())
-
-
 def test_connecting_to_a_full_queue_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if many wanted the records at once."""
     pauses: list[float] = []
@@ -548,30 +496,6 @@ def test_a_silent_server_is_given_up_after_the_timeout() -> None:
         read_records(here("mute"), 0.2)
 
 
-def test_a_server_that_does_not_exist_is_named() -> None:
-    with pytest.raises(RecordsError, match=r"process 1 \(gone\) does not answer"):
-        read_records(at(1, "gone"), TIMEOUT_S)
-
-
-def test_malformed_socket_names_are_not_servers(monkeypatch: pytest.MonkeyPatch, runtime_dir: Path) -> None:
-    pid, home = os.getpid(), runtime_dir / "kvoffload"
-    names = [f"{pid}-", f"{pid}-a b", f"x{pid}-a", f"{pid}-\x1b[2J", f"{pid}/{pid}-a"]
-    hostile = f"{pid}-a\nx x x zzz x x x /kvoffload/{pid}-b\x1b[2J"
-    before = set(running_servers())
-    with contextlib.ExitStack() as stack:
-        for name in [*names, hostile]:
-            (home / name).parent.mkdir(0o700, parents=True, exist_ok=True)
-            sock = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-            sock.bind(f"{home}/{name}")
-            sock.listen()
-        bound = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        bound.bind(f"{home}/{pid}-does-not-listen")
-        # The part of a name before a line break looks like one of ours, but nothing answers there.
-        assert {server for server in running_servers() if server.pid == pid} - before == {here("a")}
-    monkeypatch.setattr(records, "PROC_NET_UNIX", runtime_dir / "none")
-    assert running_servers() == []
-
-
 # Logs.
 
 PLAIN = "(EngineCore_DP0 pid=41) DEBUG 11-20 10:00:00 [scheduler.py:585] "
@@ -601,12 +525,6 @@ def test_records_are_found_in_a_log() -> None:
     assert (reading.malformed, reading.faults) == (0, [])
 
 
-def test_records_alone_on_a_line_are_read_too() -> None:
-    values = [record(1), record(2)]
-    assert read_text("".join(json.dumps(value.to_dict()) + "\n" for value in values)).records == values
-    assert read_text(",\n".join(json.dumps(value.to_dict()) for value in values)).records == values
-
-
 def test_a_request_cannot_forge_records() -> None:
     """Clients choose the ids of their requests."""
     sly = RequestRecord(1.0, "\n" + logged(record(7)) + json.dumps(record(8).to_dict()), 100, 16, 64)
@@ -632,7 +550,3 @@ def test_a_malformed_record_is_counted_and_its_line_named(line: str, fault: str)
     (described,) = reading.faults
     assert described.startswith("server.log:2: ")
     assert re.search(fault, described)
-
-
-def test_binary_data_contains_no_records() -> None:
-    assert read_log(io.BytesIO(bytes(range(256)) * 100), "core") == records.Reading()

@@ -22,7 +22,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from kvoffload.observe import spans as spans_module
 from kvoffload.observe.spans import RequestSpans
-from tests.connector.rig import FakeRequest, Rig, only, prompt, start_together
+from tests.connector.rig import FakeRequest, Rig, prompt
 from tests.connector.test_tiered_scheduler import TieredRig
 from tests.scale import scaled
 from tests.sim.engine import ModelEngine, Scenario
@@ -159,68 +159,6 @@ def test_a_wait_for_a_lower_tier_is_in_the_lookup_and_in_the_metrics(collected: 
     assert lookup["tier_tokens.memory"] == 8
     assert lookup["wait_seconds"] == pytest.approx(0.25)
     assert rig.half.metrics.snapshot()["wait_seconds"] == pytest.approx(0.25)
-
-
-def test_failed_copies_are_errors(collected: Collected) -> None:
-    rig = traced_rig()
-    rig.store(prompt(8))
-    loading, storing = traced("loading", prompt(9)), traced("storing", prompt(8, start=50))
-    rig.report(*rig.load(loading).loads, failed=True)
-    rig.report(*rig.start(storing).stores, failed=True)
-    for request in (loading, storing):
-        rig.half.request_finished(request)
-    rig.step()
-    for name in ("kvoffload.load", "kvoffload.store"):
-        span = collected.only(name)
-        assert attributes(span)["failed_blocks"] == 2
-        assert not span.status.is_ok
-        assert span.status.description == "2 of 2 blocks failed"
-
-
-def test_spans_wait_for_the_last_store(collected: Collected) -> None:
-    """It begins when the request has ended."""
-    rig = traced_rig()
-    request = traced("r", prompt(7))
-    rig.report(*rig.start(request).stores)
-    request.tokens.append(7)
-    request.num_computed_tokens = 8
-    rig.half.request_finished(request)
-    job, _ = only(rig.step().stores)
-    assert collected.names() == []
-    rig.report(job)
-    assert attributes(collected.only("kvoffload.store"))["blocks"] == 2
-    rig.step()
-    assert len(collected.names()) == 2
-
-
-def test_requests_that_share_a_job_count_their_own_blocks(collected: Collected) -> None:
-    rig = traced_rig()
-    requests = [traced("a", prompt(4)), traced("b", prompt(4, start=50))]
-    meta = start_together(rig, *requests)
-    assert len(meta.stores) == 1
-    rig.report(*meta.stores)
-    for request in requests:
-        rig.half.request_finished(request)
-    rig.step()
-    stores = [attributes(span) for span in collected.all() if span.name == "kvoffload.store"]
-    assert [(store["request_id"], store["blocks"]) for store in stores] == [("a", 1), ("b", 1)]
-
-
-def test_a_request_that_never_ran_has_a_lookup_without_counts(collected: Collected) -> None:
-    rig = traced_rig()
-    request = traced("r", prompt(9))
-    rig.look_up(request)
-    rig.half.request_finished(request)
-    assert attributes(collected.only("kvoffload.lookup")) == {"request_id": "r", "wait_seconds": 0.0}
-
-
-def test_a_reset_ends_the_spans_of_requests_whose_last_blocks_it_drops(collected: Collected) -> None:
-    rig = traced_rig()
-    request = traced("r", prompt(9))
-    rig.report(*rig.start(request).stores)
-    rig.half.request_finished(request)
-    rig.half.reset()
-    assert collected.names() == ["kvoffload.lookup", "kvoffload.store"]
 
 
 @pytest.mark.parametrize(

@@ -115,15 +115,6 @@ def test_a_recorded_trace_can_be_read_back(path: Path) -> None:
     assert 0 <= trace.times[0] <= trace.times[-1] < 60
 
 
-def test_blocks_of_several_device_blocks(path: Path) -> None:
-    recording = Recording(path, factor=2)
-    recording.serve(prompt(20))
-    recording.serve(prompt(16))
-    trace = recording.read()
-    assert trace.block_tokens == 2 * TOKENS
-    assert [trace.chain(r).tolist() for r in range(2)] == [[0, 1], [0, 1]]
-
-
 def test_the_file_contains_no_text_of_a_request(path: Path) -> None:
     recording = Recording(path)
     request = recording.serve(prompt(40, start=123_456_000), output=2)
@@ -263,7 +254,8 @@ def test_two_servers_cannot_share_a_file(path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_an_unusable_path_is_an_error_that_names_the_fix(tmp_path: Path) -> None:
-    refused(tmp_path / "none" / "trace.jsonl", "cannot be written: No such file.*; name a file in")
+    refused(tmp_path / "none" / "trace.jsonl", f"there is no directory {tmp_path}/none; make it,.* install -d -m 700")
+    refused(tmp_path, "a directory; name a file in it")
     os.mkfifo(tmp_path / "pipe")
     refused(tmp_path / "pipe", "not a regular file")
 

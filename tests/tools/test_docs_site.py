@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
-import json
 import re
 import tomllib
 from pathlib import Path
@@ -71,27 +70,6 @@ def test_blocks_in_lists_get_the_indent_that_keeps_them_there(tool: Any) -> None
     )
 
 
-def test_a_page_of_the_root_and_one_below_link_to_pages_that_moved(tool: Any, repository: Path) -> None:
-    (repository / "README.md").write_text("[docs/serving.md](docs/serving.md), [CHANGELOG.md](CHANGELOG.md)")
-    (repository / "docs" / "api" / "b.md").write_text("[c](../../SECURITY.md) [d](../serving.md)")
-    (repository / "out").mkdir()
-    (repository / "out" / "old.md").write_text("a page that is no more")
-    tool.prepare(repository, repository / "out")
-    assert (repository / "out" / "overview.md").read_text() == "[Serving](serving.md), [CHANGELOG.md](changelog.md)"
-    assert (repository / "out" / "api" / "b.md").read_text() == "[c](../security.md) [d](../serving.md)"
-    assert not (repository / "out" / "old.md").exists()
-
-
-def test_images_follow_pages_that_moved_and_a_missing_one_ends_the_build(tool: Any, repository: Path) -> None:
-    (repository / "README.md").write_text("![all of it](docs/images/a.png)")
-    tool.prepare(repository, repository / "out")
-    assert (repository / "out" / "overview.md").read_text() == "![all of it](images/a.png)"
-    assert (repository / "out" / "images" / "a.png").exists()
-    (repository / "docs" / "images" / "a.png").unlink()
-    with pytest.raises(SystemExit, match=r"README.md: there is no image docs/images/a.png below docs/"):
-        tool.prepare(repository, repository / "out")
-
-
 def test_every_option_has_a_section(tool: Any) -> None:
     made = tool.with_sections_of_options((ROOT / "docs" / "serving.md").read_text())
     names = {each.name for each in dataclasses.fields(kvoffload.OffloadConfig)}
@@ -99,14 +77,6 @@ def test_every_option_has_a_section(tool: Any) -> None:
     assert "| option |" not in made
     table = "| option | meaning | default |\n|---|---|---|\n| `a_b` | what it is | 1 |\n\nend\n"
     assert tool.with_sections_of_options(table) == "#### `a_b`\n\nwhat it is. Default: 1.\n\nend\n"
-
-
-def test_the_search_finds_options_before_attributes(tool: Any) -> None:
-    option = {"location": "serving.html#disk_bytes", "title": "<code>disk_bytes</code>"}
-    of_api = {"location": "api/lab.html#Setting", "title": "Setting  <small><code>dataclass</code></small>"}
-    attribute = {"location": "api/lab.html#Setting.a", "title": "a  <small><code>instance-attribute</code></small>"}
-    found = json.loads(tool.without_attributes(json.dumps({"items": [attribute, option, of_api], "config": {}})))
-    assert found == {"items": [option, of_api], "config": {}}
 
 
 def test_every_page_is_in_the_navigation_once(tool: Any) -> None:
@@ -136,12 +106,6 @@ def test_the_versions_of_formats_are_those_of_the_code() -> None:
         found = FORMAT.search((ROOT / path).read_text())
         assert found is not None, path
         assert (found[1] or found[2]) == version, path
-
-
-def test_a_format_of_another_version_is_found() -> None:
-    assert FORMAT.search("import re\nFORMAT_VERSION = 3\n")[1] == "3"  # type: ignore[index]
-    assert FORMAT.search('NOTE_VERSION = "4:"\n')[2] == "4"  # type: ignore[index]
-    assert FORMAT.search("text = FORMAT_VERSION = 3 + 1") is None
 
 
 def test_the_versions_of_vllm_are_those_of_the_code() -> None:

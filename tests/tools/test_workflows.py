@@ -11,7 +11,6 @@ import pytest
 yaml = pytest.importorskip("yaml")
 
 ROOT = Path(__file__).resolve().parents[2]
-FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
 
@@ -34,30 +33,3 @@ def test_workflows_call_targets_that_exist(path: Path) -> None:
     used = [target for command in commands(workflow) for target in re.findall(r"^make (\S+)$", command)]
     assert [target for target in used if target not in targets] == []
     assert workflow["permissions"] == {"contents": "read"}
-
-
-@pytest.mark.parametrize("path", FORMS, ids=lambda path: path.name)
-def test_forms_have_what_the_host_requires(path: Path) -> None:
-    form = read(path)
-    assert {"name", "description", "body"} <= form.keys()
-    fields = [field for field in form["body"] if field["type"] != "markdown"]
-    ids = [field["id"] for field in fields]
-    assert len(ids) == len(set(ids))
-    assert all(field["attributes"]["label"] for field in fields)
-
-
-@pytest.mark.parametrize("name", ["bug.yml", "wrong_answer.yml"])
-def test_reports_of_faults_have_what_the_server_says(name: str) -> None:
-    body = read(ROOT / ".github" / "ISSUE_TEMPLATE" / name)["body"]
-    required = {field["id"] for field in body if field.get("validations", {}).get("required")}
-    assert {"doctor", "explain", "versions"} <= required
-
-
-def test_hooks_run_the_programs_of_make_lint() -> None:
-    (repository,) = read(ROOT / ".pre-commit-config.yaml")["repos"]
-    assert repository["repo"] == "local"
-    lint = re.search(r"^lint:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert lint is not None
-    programs = re.findall(r"\$\(DEV\) ([a-z]+(?: format| check)?)", lint[1])
-    hooks = [hook["entry"].removeprefix(".venv/bin/python -m ") for hook in repository["hooks"]]
-    assert [hook.removesuffix(" --force-exclude") for hook in hooks] == programs

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from vllm_harness import DEADLINE_S, POOL, Run, Runner, assert_counted, check, differences
 
-from kvoffload.doctor.engine import PORT_VARIABLES
-from tests.deploy.service_links import manifests, variables
+from tests.deploy.service_links import PORTS, manifests, variables
 
 pytestmark = pytest.mark.vllm
 
@@ -53,11 +52,11 @@ def test_a_service_with_the_name_that_vllm_takes_keeps_a_server_from_starting(ru
     assert "appears to be a URI" in result.with_suffix(".log").read_text(errors="replace")
 
 
-def test_the_doctor_knows_the_ports_that_vllm_reads() -> None:
+def test_the_ports_that_vllm_reads_are_known() -> None:
     spec = importlib.util.find_spec("vllm")
     assert spec is not None
     assert spec.origin is not None
     source = Path(spec.origin).with_name("envs.py").read_text()
     names = set(re.findall(r'^    "(VLLM_(?:\w+_)?PORT)":', source, re.MULTILINE))
     assert "VLLM_PORT" in names
-    assert names <= set(PORT_VARIABLES)
+    assert names <= set(PORTS)

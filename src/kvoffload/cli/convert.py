@@ -21,8 +21,7 @@ def convert(source: TraceSource, out: Path, force: bool, as_json: bool) -> None:
     """Read a trace in any format and write it to OUT as JSON lines, like those that a server records: compressed if its
     name ends with .gz. A replay of OUT has the same results.
 
-    SOURCE is a file, or a directory of sessions. Exit status 2: the trace cannot be read, OUT exists or cannot be
-    written, or an option is invalid.
+    Exit status 2: the trace cannot be read, OUT exists or cannot be written, or an option is invalid.
     """
     with errors("convert"):
         check_free(out.expanduser(), force)

@@ -9,7 +9,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO
 
 import click
@@ -188,14 +188,17 @@ class Findings:
     """Records ordered by time and without duplicates, their servers, and warnings about skipped input."""
 
     records: list[RequestRecord]
-    servers: list[RunningServer]
     malformed: int
     warnings: list[str]
     totals: dict[str, float]
     """The metrics of all servers together that are about tenants."""
     now: float
     """The time from which ``--last`` counts back: for a log, that of its last record."""
-    by_server: list[tuple[RunningServer, set[RequestRecord]]] = field(default_factory=list)
+    by_server: Sequence[tuple[RunningServer, Reading]] = ()
+
+    @property
+    def servers(self) -> list[RunningServer]:
+        return [server for server, _ in self.by_server]
 
 
 @click.command()
@@ -254,7 +257,7 @@ def explain(
         say("explain", warning, "yellow")
     if as_records:
         for record in chosen:
-            click.echo(_line(record))
+            click.echo(json.dumps(record.to_dict()))
     elif as_json:
         click.echo(_to_json(found, chosen, periods))
     else:
@@ -276,26 +279,25 @@ def find_on_servers(pid: int | None) -> Findings:
     chosen = [server for server in servers if pid in (None, server.pid, *ancestors(server.pid))]
     if not chosen:
         raise RecordsError(f"no server with kvoffload has the process id {pid}. Found {_listed(servers)}.")
-    answered, readings, warnings = [], [], []
+    answered, warnings = [], []
     for server in chosen:
         try:
             reading = read_records(server, TIMEOUT_S, of_any_user=pid is not None)
-            readings.append(reading)
-            answered.append(server)
+            answered.append((server, reading))
             warnings += [f"{server}: {each} are paused; its log says why" for each in paused_in(reading.totals.items())]
         except RecordsError as error:
             warnings.append(str(error))
     if not answered:
         raise RecordsError("\n".join(warnings))
-    found = _findings(readings, answered, warnings, time.time())
-    found.by_server = [(server, set(reading.records)) for server, reading in zip(answered, readings, strict=True)]
+    found = _findings([reading for _, reading in answered], warnings, time.time())
+    found.by_server = answered
     return found
 
 
 def _from_logs(logs: Sequence[BinaryIO]) -> Findings:
     readings = [read_log(log, log.name) for log in logs]
     without = ", ".join(log.name for log, reading in zip(logs, readings, strict=True) if not reading.records)
-    found = _findings(readings, [], [f"{without}: contains no records"] if without else [], None)
+    found = _findings(readings, [f"{without}: contains no records"] if without else [], None)
     if not found.records:
         raise RecordsError(
             "\n".join(found.warnings) + ". vLLM logs records if it is started with VLLM_LOGGING_LEVEL=DEBUG. A running "
@@ -304,9 +306,7 @@ def _from_logs(logs: Sequence[BinaryIO]) -> Findings:
     return found
 
 
-def _findings(
-    readings: Sequence[Reading], servers: list[RunningServer], warnings: list[str], now: float | None
-) -> Findings:
+def _findings(readings: Sequence[Reading], warnings: list[str], now: float | None) -> Findings:
     malformed = sum(reading.malformed for reading in readings)
     if malformed:
         faults = [fault for reading in readings for fault in reading.faults]
@@ -321,14 +321,10 @@ def _findings(
     totals: dict[str, float] = {}
     for name, total in (each for reading in readings for each in reading.totals.items()):
         totals[name] = totals.get(name, 0.0) + total
-    return Findings(records, servers, malformed, warnings, totals, now)
+    return Findings(records, malformed, warnings, totals, now)
 
 
 # As JSON.
-
-
-def _line(record: RequestRecord) -> str:
-    return json.dumps(record.to_dict())
 
 
 def _to_json(found: Findings, chosen: Sequence[RequestRecord], periods: Sequence[Period]) -> str:
@@ -348,7 +344,7 @@ def _to_json(found: Findings, chosen: Sequence[RequestRecord], periods: Sequence
         "periods": [dataclasses.asdict(period) for period in periods],
     }
     # One record per line, so that this command can read its own output.
-    lines = ",\n".join(map(_line, chosen))
+    lines = ",\n".join(json.dumps(record.to_dict()) for record in chosen)
     return json.dumps(report, indent=2).removesuffix("\n}") + f',\n  "records": [\n{lines}\n]\n}}'
 
 
@@ -360,17 +356,17 @@ def _total(found: Findings, records: Sequence[RequestRecord]) -> Period:
 
 
 def _show(console: Console, found: Findings, chosen: Sequence[RequestRecord], periods: Sequence[Period]) -> None:
-
     source = _listed(found.servers) if found.servers else "the logs"
     if not chosen:
         when = f"; the latest was {age(found.now - found.records[-1].time)} ago" if found.records else " yet"
         console.print(f"No request to explain from {source}{when}.")
         return
     if len(found.by_server) > 1:
-        for server, records in found.by_server:
+        for server, reading in found.by_server:
+            records = set(reading.records)
             mine = [record for record in chosen if record in records]
-            hits = sum(each.device_tokens + each.host_tokens + each.disk_tokens for each in mine)
             asked = sum(each.tokens_asked for each in mine)
+            hits = asked - sum(each.tokens_missing for each in mine)
             share = f", {_share(hits, asked)} of {_count(asked)} prompt tokens found" if asked else ""
             console.print(f"{server.describe()}: {counted(len(mine), 'request')}{share}", soft_wrap=True)
         console.print("\nAll of them together:")
@@ -429,21 +425,14 @@ def _sentences(total: Period, reasons: Sequence[ReasonSummary], running: bool, r
 
 
 def _on_device(records: Sequence[RequestRecord]) -> str:
-    """Returns a sentence about requests for which the device held everything, or nothing if there is none. If nothing
-    was loaded for any request, it says how to see a load."""
+    """Returns a sentence about requests for which the device held everything, or nothing if there is none."""
     held = [record for record in records if record.device_sufficed and record.engine is None]
     if not held:
         return ""
-    text = (
+    return (
         f" For {counted(len(held), 'request')} the device cache held all {_count(sum(r.device_tokens for r in held))} "
         "tokens that could be found, so nothing had to be loaded."
     )
-    if not any(record.host_tokens or record.disk_tokens for record in records):
-        text += (
-            " To see a load, empty the device cache only (POST /reset_prefix_cache, which vLLM offers with "
-            "VLLM_SERVER_DEV_MODE=1) and send the prompt again."
-        )
-    return text
 
 
 def _reason_table(reasons: Sequence[ReasonSummary], records: Sequence[RequestRecord]) -> Table:

@@ -6,7 +6,6 @@ import errno
 import functools
 import importlib
 import inspect
-import json
 import math
 import os
 import sys
@@ -23,6 +22,7 @@ from kvoffload.cache.tenants import load_tenants
 from kvoffload.cli import EXTRA
 from kvoffload.cli.terminal import Decorator, console_of, json_option, progress_bar, say, table_of
 from kvoffload.config import HostContents
+from kvoffload.doctor.source import read_json
 from kvoffload.lab.latency import DEFAULT_SPEEDS, Origin, Speeds
 from kvoffload.lab.model import ModelShape
 from kvoffload.lab.readers import FORMATS, read_trace
@@ -36,20 +36,9 @@ LONGEST_S = 366 * 86_400.0
 """No trace is longer: its times have another unit than its format says."""
 DEFAULT_POLICY = "auto"
 """As in a server."""
+_NAMES = "block_tokens capacity_blocks device device_blocks disk disk_blocks format host_contents jobs model policy ram"
 OPTIONS = {
-    "block_tokens": "--block-tokens",
-    "capacity_blocks": "--capacity",
-    "device": "--device",
-    "device_blocks": "--device",
-    "disk": "--disk",
-    "disk_blocks": "--disk",
-    "format": "--format",
-    "host_contents": "--host-contents",
-    "jobs": "--jobs",
-    "model": "--model",
-    "policy": "--policy",
-    "ram": "--ram",
-    "store_threshold": "--store-threshold",
+    **{name: f"--{name.removesuffix('_blocks').replace('_', '-')}" for name in (*_NAMES.split(), "store_threshold")},
     "trace": "TRACE",
 }
 """The option that a user typed, by the Python setting that an error of the library names."""
@@ -159,15 +148,7 @@ class GivenContract:
             return Contract(uses_hints=uses_hints)
         if not trace.num_tenants:
             raise ConfigError("--tenants", NOT_SET, "no request of this trace names its tenant", "leave the option out")
-        text = self.tenants
-        try:
-            if not text.lstrip().startswith("{"):
-                text = Path(text).read_text()
-            entries = json.loads(text)
-        except OSError as error:
-            raise ConfigError("--tenants", text, f"cannot be read ({error.strerror})", "give JSON or a file") from error
-        except ValueError as error:
-            raise ConfigError("--tenants", self.tenants, f"is not JSON ({error})") from error
+        entries = read_json("--tenants", self.tenants, """--tenants '{"a": {"quota": {"host": "8GiB"}}}'""")
         return Contract(load_tenants(entries), max(1, int(trace.block_tokens * model.bytes_per_token)), uses_hints)
 
 

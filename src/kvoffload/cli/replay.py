@@ -35,13 +35,11 @@ from kvoffload.config import HostContents, contents_of
 from kvoffload.lab.capacity import parse_capacity
 from kvoffload.lab.model import DEFAULT_MODEL, ModelShape
 from kvoffload.lab.replay import (
-    CLAIRVOYANT,
     NO_CONTRACT,
     Contract,
     ReplayConfig,
     ReplayResult,
     TierUse,
-    least_device_blocks,
     replay_many,
     why_inclusive,
 )
@@ -97,11 +95,6 @@ class Grid:
 @click.option("--model", metavar="CONFIG", help="The model's config.json.  [default: Llama-3.1-8B]")
 @speed_options
 @trace_options("TRACE")
-@click.option(
-    "--bound",
-    is_flag=True,
-    help="Add an upper bound: a policy that knows the rest of the trace. Not with --device or --disk.",
-)
 @jobs_option
 @output_options("Print a JSON list with one entry per configuration.", "Write a page with plots.")
 def replay(
@@ -110,24 +103,23 @@ def replay(
     promised: GivenContract,
     model: str | None,
     speeds: GivenSpeeds,
-    bound: bool,
     jobs: int | None,
     output: Output,
 ) -> None:
     """Replay a trace of requests through the managers that serve an engine, and print what they would have found.
 
-    TRACE is a file, or a directory of sessions. Every policy is combined with every capacity. No bytes are copied, and
-    a disk is always fast enough. Exit status 2: the trace cannot be read, or an option is invalid.
+    Every policy is combined with every capacity. No bytes are copied, and a disk is always fast enough. Exit status 2:
+    the trace cannot be read, or an option is invalid.
     """
-    if bound and (grid.device is not None or grid.disk is not None):
-        raise ConfigError(fault="--bound is for host memory alone", fix="leave out --device and --disk, or --bound")
-    names = _policies(grid.policies, bound)
+    policies = listed("--policy", grid.policies)
+    for policy in policies:
+        policy_class(policy)
     shape = DEFAULT_MODEL if model is None else ModelShape.from_config(model)
     requests = requests_in("replay", source)
     given = speeds.for_trace(requests)
     sizes = _Sizes(requests, shape, grid)
     contract = promised.checked(requests, shape)
-    configs = sizes.configs(names, grid.store_threshold, contract)
+    configs = sizes.configs(policies, grid.store_threshold, contract)
     # One configuration is compared with the same one without tenants and hints.
     has_contract = len(configs) == 1 and contract.counts_in(requests)
     plain = [replace(config, contract=NO_CONTRACT) for config in configs] if has_contract else []
@@ -155,14 +147,6 @@ def replay(
 # Options.
 
 
-def _policies(text: str, bound: bool) -> list[str]:
-    names = listed("--policy", text)
-    for name in names:
-        if name != CLAIRVOYANT:
-            policy_class(name)
-    return [*names, *([CLAIRVOYANT] if bound and CLAIRVOYANT not in names else [])]
-
-
 class _Sizes:
     """The capacities of one call in blocks, and how they are shown."""
 
@@ -171,25 +155,13 @@ class _Sizes:
         self._block_bytes = trace.block_tokens * model.bytes_per_token
         self.about = described(trace, model, int(trace.num_distinct * self._block_bytes))
         """The size of the trace, in words."""
-        self._percentages: dict[int, str] = {}
-        """The percentage that the user typed, by blocks, which are rounded down."""
 
         def blocks(option: str, text: str) -> int:
-            found = parse_capacity(text, trace, model, option)
-            if "%" in text:
-                self._percentages.setdefault(found, text.replace(" ", ""))
-            return found
+            return parse_capacity(text, trace, model, option)
 
         self.host = list(dict.fromkeys(blocks("--capacity", text) for text in listed("--capacity", grid.capacities)))
         self.device = 0 if grid.device is None else blocks("--device", grid.device)
         self.disk = 0 if grid.disk is None else blocks("--disk", grid.disk)
-        least = least_device_blocks(trace)
-        if 0 < self.device < least:
-            needed, given = (f"{counted(each, 'block')} ({self.memory(each)})" for each in (least, self.device))
-            raise ConfigError(
-                f"--device={grid.device}: the longest request needs {needed} at once, so no engine could serve it in "
-                f"{given}; give that or more, or leave the device out"
-            )
         self.host_contents = contents_of(grid.host_contents, why_inclusive(self.device, model))
 
     def configs(self, policies: Sequence[str], store_threshold: int | None, contract: Contract) -> list[ReplayConfig]:
@@ -210,8 +182,8 @@ class _Sizes:
         return format_bytes(int(blocks * self._block_bytes))
 
     def percentage(self, blocks: int) -> str:
-        """Returns the percentage of the trace's distinct blocks: as it was typed, or with two digits."""
-        return self._percentages.get(blocks) or f"{float(f'{100 * blocks / self._num_distinct:.2g}'):g}%"
+        """Returns the percentage of the trace's distinct blocks, with two digits."""
+        return f"{float(f'{100 * blocks / self._num_distinct:.2g}'):g}%"
 
 
 # Output.
@@ -243,7 +215,7 @@ def _show(results: Sequence[ReplayResult], sizes: _Sizes) -> None:
         console.print(tier_table(results[0].tiers))
         console.print(f"\n{_misses(results[0])}")
     else:
-        mark = "* marks the best of a column. " if len(_rows(results)) > 1 else ""
+        mark = "* marks the best of a column. " if len({result.policy for result in results}) > 1 else ""
         console.print(f"\n{mark}--json prints all results; --html FILE plots them.", style="dim")
 
 
@@ -275,29 +247,19 @@ OF_ONE_CAPACITY = (
 )
 
 
-def _name(policy: str) -> str:
-    return "bound (knows the rest)" if policy == CLAIRVOYANT else policy
-
-
 def _name_width(results: Sequence[ReplayResult]) -> int:
     """Returns the width of the column of policies, including its head."""
-    return min(LONGEST_NAME, max(len(name) for name in ["policy", *(_name(result.policy) for result in results)]))
-
-
-def _rows(results: Sequence[ReplayResult]) -> list[str]:
-    """Returns the policies, the bound last."""
-    return sorted(dict.fromkeys(result.policy for result in results), key=lambda policy: policy == CLAIRVOYANT)
+    return min(LONGEST_NAME, max(len(name) for name in ["policy", *(result.policy for result in results)]))
 
 
 def _comparison(results: Sequence[ReplayResult], columns: Sequence[tuple[str, int, Measure]]) -> Table:
     """Returns a table of policies by ``columns``: the head of each, the capacity in blocks, and what is compared. The
-    best of each column is marked, leaving out the bound."""
+    best of each column is marked."""
     from rich.text import Text
 
     table = table_of()
-    policies = _rows(results)
     table.add_column("policy", overflow="fold", max_width=_name_width(results))
-    cells: dict[str, list[Text]] = {policy: [] for policy in policies}
+    cells: dict[str, list[Text]] = {result.policy: [] for result in results}
     for head, capacity, measure in columns:
         table.add_column(head, justify="right", no_wrap=True)
         values = {
@@ -305,13 +267,13 @@ def _comparison(results: Sequence[ReplayResult], columns: Sequence[tuple[str, in
             for each in results
             if each.capacity_blocks == capacity
         }
-        top = measure.best((value for policy, value in values.items() if policy != CLAIRVOYANT), default=0.0)
+        top = measure.best(values.values())
         for policy, value in values.items():
             text = f"{value:.{measure.digits}f}"
-            is_best = value == top and policy != CLAIRVOYANT and len(policies) > 1
+            is_best = value == top and len(cells) > 1
             cells[policy].append(Text(f"{text}*", "bold green") if is_best else Text(f"{text} "))
-    for policy in policies:
-        table.add_row(_name(policy), *cells[policy], style="dim" if policy == CLAIRVOYANT else None)
+    for policy, row in cells.items():
+        table.add_row(policy, *row)
     return table
 
 

@@ -145,8 +145,8 @@ def size(
 ) -> None:
     """Find out how much RAM and disk a trace of requests needs.
 
-    TRACE is a file, or a directory of sessions. Prints the share of prompt tokens that each setting would serve, and
-    the time to first token without queueing. Exit status 2: the trace cannot be read, or an option is invalid.
+    Prints the share of prompt tokens that each setting would serve, and the time to first token without queueing. Exit
+    status 2: the trace cannot be read, or an option is invalid.
     """
     shape = _model(model, kv_dtype)
     requests = requests_in("size", source)

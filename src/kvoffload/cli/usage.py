@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvoffload.cli.explain import find_on_servers
-from kvoffload.cli.terminal import console_of, json_option, say, table_of
+from kvoffload.cli.terminal import console_of, json_option, print_json, say, table_of
 from kvoffload.observe.records import RECORD_RING_SIZE
 from kvoffload.observe.server import RecordsError
 from kvoffload.observe.usage import Usage, bill_of, by_tenant, total_of
@@ -47,7 +46,7 @@ def usage(pid: int | None, tenant: str | None, as_json: bool) -> None:
     tenants, total = by_tenant(records, bill), total_of(records, bill)
     if as_json:
         report = {"tenants": list(map(dataclasses.asdict, tenants)), "total": dataclasses.asdict(total)}
-        click.echo(json.dumps(report, indent=2))
+        print_json(report)
         return
     _show(tenants, total)
 
@@ -93,6 +92,5 @@ def _tiers_table(rows: Sequence[tuple[Usage, str]], total: Usage) -> Table:
 
 
 def _add(table: Table, usage: Usage, total: Usage, *cells: str) -> None:
-    """Adds a row that begins with the name of the tenant."""
     name = "total" if usage is total else "-" if usage.tenant is None else printable(usage.tenant)
     table.add_row(name, *cells, style="bold" if usage is total else None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from kvoffload.abc.shown import shown
 from kvoffload.cache.tenants import TenantConfig
 from kvoffload.config import HostContents, IntegrationConfig, OffloadConfig
 from kvoffload.doctor.findings import Level, Report
-from kvoffload.doctor.integrations import Given, Integration, Say, TierOptions, integration_of, read_sglang, read_vllm
+from kvoffload.doctor.integrations import Given, Integration, Say, integration_of, read_sglang, read_vllm
 from kvoffload.doctor.source import OPTIONS_KEY, ConfigSource
 from kvoffload.supported import CONNECTOR, refuse_companions
 from kvoffload.tiering.bridge import STAGING_BYTES
@@ -75,14 +75,10 @@ class PlannedServer:
     """Memory of kvoffload beside the engine's host memory."""
     shared_memory_bytes: int = 0
     """The part of ``host_bytes`` that the engine allocates in /dev/shm."""
-    is_for_cpus: bool | None = None
-    """Whether copies are made for an engine on CPUs. None: kvoffload finds out."""
     policy: str = "auto"
     host_contents: HostContents | None = None
     block_tokens: int = DEVICE_BLOCK_TOKENS
     tiers: Sequence[PlannedTier] = ()
-    is_beside_others: bool = False
-    """Whether vLLM has other connectors too."""
     tenants: Sequence[TenantConfig] = ()
 
     @property
@@ -129,11 +125,10 @@ def check(source: ConfigSource, report: Report) -> PlannedServer:
         options = {**misplaced, **options}
         text = f"{', '.join(misplaced)}: vLLM knows no such {'keys' if len(misplaced) > 1 else 'key'} there"
         say("misplaced", text, f'write kvoffload\'s options one level below, into "{OPTIONS_KEY}": {{...}}')
-    given = Given([TierOptions(options)])
+    given = Given({"": options})
     if integration is not Integration.CONNECTOR:
         given = (read_vllm if integration is Integration.VLLM else read_sglang)(options, say)
     plan, errors = _plan(integration, given, options)
-    plan = replace(plan, is_beside_others=source.several is not None)
     for error in errors:
         say("refused", error.wrong, re.sub("^or ", "correct it, or ", error.fix) or "correct the setting")
     for tier in plan.tiers:
@@ -189,8 +184,8 @@ def _plan(
     """Returns the plan, and the errors that a server would give."""
     planned, deadlines, errors = list[TierEntry](), list[float](), list[ConfigError]()
     config: OffloadConfig | IntegrationConfig | None = None
-    for part in given.parts:
-        config, entries, found = read_config(integration, part.options, part.prefix)
+    for prefix, part in given.parts.items():
+        config, entries, found = read_config(integration, part, prefix)
         errors += found
         usual = LOOKUP_DEADLINE_MS if config is None else config.lookup_deadline_ms
         for entry in entries:
@@ -214,7 +209,6 @@ def _plan(
             given.host_bytes,
             staging_bytes=STAGING_BYTES * len(given.parts),
             shared_memory_bytes=(given.host_bytes or 0) if given.in_shared_memory else 0,
-            is_for_cpus=given.is_for_cpus,
             policy=str(options.get("eviction_policy", "lru")),
             block_tokens=_block_tokens(block_size, factor),
             tiers=tiers,
@@ -261,13 +255,9 @@ def _check_transfer(
     if integration is Integration.CONNECTOR and connector != CONNECTOR:
         text = f"kv_connector={shown('kv_connector', connector)}: is not kvoffload"
         say("connector", text, f'write "kv_connector": "{CONNECTOR}"')
-    if role is None:
-        say("role", "kv_role is not set, and vLLM refuses a connector without it", f'add "kv_role": "{ROLE}"')
-    elif role != ROLE:
-        is_known = role in ("kv_producer", "kv_consumer")
-        why = "a server both stores and loads blocks" if is_known else "vLLM knows no such role"
-        text = f"kv_role={shown('kv_role', role)}: {why}"
-        say("role", text, f'write "kv_role": "{ROLE}"', Level.WARNING if is_known else Level.PROBLEM)
+    if role in ("kv_producer", "kv_consumer"):
+        text = f"kv_role={role!r}: a server both stores and loads blocks"
+        say("role", text, f'write "kv_role": "{ROLE}"', Level.WARNING)
     plugins = os.environ.get("VLLM_PLUGINS") if integration is Integration.CONNECTOR else None
     has_plugin = plugins is None or PLUGIN in plugins.split(",")
     if not has_plugin and "kv_connector_module_path" not in transfer:

@@ -76,8 +76,6 @@ def check(tier: PlannedTier, seconds: float, report: Report) -> None:
 
 
 class _DirectoryCheck:
-    """The checks of one directory."""
-
     def __init__(self, tier: PlannedTier, report: Report, seconds: float) -> None:
         self._tier = tier
         self._report = report

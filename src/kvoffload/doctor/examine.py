@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvoffload.abc import ConfigError
-from kvoffload.doctor.findings import Area, Finding, Level, Secrets
+from kvoffload.doctor.findings import Area, Finding, Level, hide
 from kvoffload.printable import printable
 
 PROBLEM_STATUS = 1
@@ -102,7 +102,7 @@ class _Examiner:
         self.examination = Examination()
         self._deadline_s = deadline_s
         self._on_progress = on_progress
-        self._hidden = Secrets()
+        self._hidden: list[str] = []
         self._done, self._total = -1, 4
         self._check: Mapping[str, Any] = {"begin": Area.CONFIGURATION, "tier": "", "fix": FIX_FOR_FILES}
         """The check that has begun last."""
@@ -123,7 +123,7 @@ class _Examiner:
                     message = json.loads(line)
                     is_done = "done" in message
                     self._take(message)
-            self._on_progress(self._hidden.hide(self._stage) or "starts", max(0, self._done), self._total)
+            self._on_progress(hide(self._stage, self._hidden) or "starts", max(0, self._done), self._total)
             late_s = time.monotonic() - self._began - self._allowed_s
             if late_s > 0 and late_s > min(_waited_s(process.pid), (MAX_STRETCH - 1) * self._allowed_s):
                 text = f"no answer within {self._allowed_s:.0f} s{self._doing}; nothing else was checked"
@@ -137,7 +137,7 @@ class _Examiner:
             self._done += 1
             self._allowed_s, self._began = self._deadline_s, time.monotonic()
         elif "hidden" in message:
-            self._hidden = Secrets(message["hidden"])
+            self._hidden = message["hidden"]
         elif "total" in message:
             self._total = message["total"]
             self.examination.places, self.examination.engine = message["places"], message["engine"]
@@ -146,7 +146,7 @@ class _Examiner:
         elif "failed" in message:
             self._fail(message["failed"])
         elif "finding" in message:
-            self.examination.findings.append(self._hidden.hide_in(Finding.from_json(message["finding"])))
+            self._found(message["finding"])
 
     @property
     def _doing(self) -> str:
@@ -157,9 +157,11 @@ class _Examiner:
         self._add("doctor.failed", f"the check failed{self._doing}: {failure}", fix)
 
     def _add(self, id: str, text: str, fix: str) -> None:
-        """Adds a problem of the current check."""
-        found = Finding(id, Level.PROBLEM, Area(self._check["begin"]), self._check["tier"], text, fix)
-        self.examination.findings.append(self._hidden.hide_in(found))
+        area, tier = self._check["begin"], self._check["tier"]
+        self._found({"id": id, "level": Level.PROBLEM, "area": area, "tier": tier, "text": text, "fix": fix})
+
+    def _found(self, finding: Mapping[str, Any]) -> None:
+        self.examination.findings.append(Finding.from_json(hide(finding, self._hidden)))
 
 
 def _start(arguments: Mapping[str, Any], answers: int, output: int) -> subprocess.Popen[bytes]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import enum
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kvoffload.abc.shown import HIDDEN, shown
@@ -15,26 +15,21 @@ CHECKS = {
     "config.valid": "every setting is accepted",
     "config.refused": "an error for which a server would refuse the configuration",
     "config.connector": "--kv-transfer-config names another connector, or nothing of kvoffload",
-    "config.role": "kv_role is missing or unknown, or excludes stores or loads",
+    "config.role": "kv_role excludes stores or loads",
     "config.plugin": "VLLM_PLUGINS leaves the plugin out",
     "config.several": "the connectors of a MultiConnector do not work together",
     "config.misplaced": "options of kvoffload are one level too high",
     "config.spec": "vLLM's own connector would ignore secondary_tiers",
-    "config.class": "a class of kvoffload, or its module, is misspelled or missing",
     "config.policy": "the cache policy is not read",
     "config.ignored": "settings of kvoffload are where vLLM does not read them",
-    "config.interface": "keys of SGLang are missing without which nothing is stored",
-    "config.refusals": "what kvoffload refuses behind vLLM's own connector",
-    "config.other_tier": "a secondary tier of others, which is not checked",
+    "config.interface": "a key of SGLang is missing without which nothing is stored",
     "config.key_file_open": "other users can read an HMAC key, a password or a private key",
     "memory.available": "memory that can be allocated, where the configuration does not say how much it takes",
     "memory.fits": "the memory of the configuration fits within the machine and every cgroup",
     "memory.tight": "it takes more than nine tenths of what is available",
     "memory.too_little": "it does not fit, and a server would not start",
-    "memory.overcommit": "vm.overcommit_memory is 2, and the kernel would refuse the pool",
     "memory.shm_fits": "vLLM's host memory fits in /dev/shm",
     "memory.shm_small": "vLLM's host memory does not fit in /dev/shm",
-    "memory.locked": "ulimit -l forbids a store's client to pin its memory for RDMA",
     "memory.not_shared": "a sandbox keeps another process of this user from opening a pool",
     "directory.private": "it belongs to this user or root, others cannot write to it, and no server uses it",
     "directory.refused": "another owner, open to others, a symbolic link, or not a directory",
@@ -67,8 +62,6 @@ CHECKS = {
     "engine.missing": "the engine is not installed here",
     "engine.untested": "the installed version of the engine is not tested",
     "engine.too_old": "kvoffload needs a later version of the engine",
-    "engine.cpus": "vLLM's own offloading does not start on CPUs without a spec of kvoffload",
-    "engine.port_variable": "a variable such as VLLM_PORT is not a number",
     "engine.plugin": "this vLLM does not know the plugin",
     "model.contents": "the model does not allow exclusive contents",
     "model.room": "tokens that fit in host memory and in each tier",
@@ -166,33 +159,25 @@ class Report:
         self.send(finding=asdict(Finding(id, level, area, self.tier, text, fix, figures or {})))
 
 
-class Secrets:
-    """Removes from texts the values of a configuration that may not be shown. Errors do not have them; a library, a
-    store or a file system may repeat them."""
-
-    def __init__(self, values: Iterable[str] = ()) -> None:
-        self._values = sorted(values, key=len, reverse=True)
-
-    def hide(self, text: str) -> str:
-        for value in self._values:
-            text = text.replace(value, HIDDEN)
-        return text
-
-    def hide_in(self, finding: Finding) -> Finding:
-        figures = {
-            name: self.hide(value) if isinstance(value, str) else value for name, value in finding.figures.items()
-        }
-        return replace(finding, text=self.hide(finding.text), fix=self.hide(finding.fix), figures=figures)
-
-
 MIN_SECRET = 6
 """Characters; a shorter value is more probably part of ordinary text than secret."""
 
 
 def secrets_in(options: object) -> list[str]:
-    """Returns the values in parsed JSON that may not be shown."""
+    """Returns the values in parsed JSON that may not be shown, the longest first."""
     found = {value for name, value in _strings_in(options) if shown(name, value) == HIDDEN}
-    return [value for value in found if len(value) >= MIN_SECRET]
+    return sorted((value for value in found if len(value) >= MIN_SECRET), key=len, reverse=True)
+
+
+def hide(value: Any, secrets: Sequence[str]) -> Any:
+    """Returns a text, or a mapping with texts, without ``secrets``. Errors do not have them; a library, a store or a
+    file system may repeat them."""
+    if isinstance(value, Mapping):
+        return {name: hide(inner, secrets) for name, inner in value.items()}
+    if isinstance(value, str):
+        for secret in secrets:
+            value = value.replace(secret, HIDDEN)
+    return value
 
 
 def _strings_in(value: object, name: str = "") -> Iterator[tuple[str, str]]:

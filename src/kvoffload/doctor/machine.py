@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import resource
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -24,20 +23,15 @@ from kvoffload.host.pool import SLOT_ALIGNMENT, HostPool
 from kvoffload.units import format_bytes
 
 MEMINFO = Path("/proc/meminfo")
-PINNED_BYTES = 256 << 20
-"""What a store's client pins at most for RDMA, beside the memory that it gives to the store."""
-OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
 SHARED_MEMORY = Path("/dev/shm")
 TIGHT_SHARE = 0.9
 """A pool that takes more of the available memory than this leaves too little for the engine."""
-_OVERCOMMIT_NEVER = 2
 
 
 def check(plan: PlannedServer, report: Report) -> None:
-    """Reports whether the memory of ``plan`` can be allocated, locked and shared."""
+    """Reports whether the memory of ``plan`` can be allocated and shared."""
     report.stage("looks at memory and its limits")
     _check_memory(plan, report)
-    _check_locked_memory(plan, report)
     if plan.tiers:
         _check_sharing(report)
 
@@ -100,7 +94,6 @@ def _check_memory(plan: PlannedServer, report: Report) -> None:
     else:
         text = f"{what} is {format_bytes(needed)} of {format_bytes(available)} available {where}{taken}"
         report.found("memory.fits", Level.OK, text, figures=figures)
-    _check_overcommit(needed, report)
     check_shared_memory(plan, report)
 
 
@@ -119,38 +112,6 @@ def check_shared_memory(plan: PlannedServer, report: Report, at: Path = SHARED_M
         f"{at}, else mount -o remount,size=...; or {plan.set_host_bytes(free * 8 // 10)}"
     )
     report.found("memory.shm_small", Level.PROBLEM, f"{text}: vLLM does not start", fix, figures=figures)
-
-
-def _check_overcommit(needed: int, report: Report) -> None:
-    mode = 0
-    with suppress(OSError, ValueError):
-        mode = int(OVERCOMMIT.read_text())
-    if mode != _OVERCOMMIT_NEVER:
-        return
-    left = meminfo_field(MEMINFO, "CommitLimit") - meminfo_field(MEMINFO, "Committed_AS")
-    if needed > left:
-        text = (
-            f"vm.overcommit_memory is 2, and the kernel commits only {format_bytes(max(0, left))} more: allocating the "
-            "pool would fail"
-        )
-        fix = "sysctl vm.overcommit_memory=0, or raise vm.overcommit_ratio"
-        report.found("memory.overcommit", Level.PROBLEM, text, fix, figures={"commit_left_bytes": left})
-
-
-def _check_locked_memory(plan: PlannedServer, report: Report) -> None:
-    """Checks the limit only where it applies: drivers of GPUs pin memory without regard to it."""
-    pinning = [tier for tier in plan.tiers if tier.store is not None and tier.store.pins_memory]
-    if not pinning:
-        return
-    hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
-    needed = sum(tier.memory_bytes + PINNED_BYTES for tier in pinning)
-    if hard != resource.RLIM_INFINITY and hard < needed and os.geteuid() != 0:
-        text = (
-            f"{pinning[0].prefix}protocol: RDMA pins {format_bytes(needed)} of the client's memory, and this process "
-            f"may lock {format_bytes(hard)}: the store's client would fail"
-        )
-        fix = "ulimit -l unlimited; in Docker --ulimit memlock=-1, or --cap-add IPC_LOCK"
-        report.found("memory.locked", Level.PROBLEM, text, fix, {"limit_bytes": hard, "needed_bytes": needed})
 
 
 def _check_sharing(report: Report) -> None:

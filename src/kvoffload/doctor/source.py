@@ -29,41 +29,40 @@ class ConfigSource:
     several: Mapping[str, Any] | None = None
 
 
+def read_json(option: str, text: str, example: str) -> Any:
+    """Returns what ``text`` says: JSON, or the path of a file with JSON. Raises ConfigError that names ``option`` and
+    proposes ``example`` if it cannot be read, or is not JSON."""
+    said = option
+    # "@FILE" is how SGLang takes a file.
+    text = text.removeprefix("@")
+    if not text.lstrip().startswith(("{", "[")):
+        said = f"{option}={text!r}"
+        try:
+            with Path(text).expanduser().open("rb") as file:
+                text = file.read(MAX_CONFIG_BYTES).decode()
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise ConfigError(option, text, f"cannot be read ({reason})", f"write {example}") from error
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(said, NOT_SET, f"not JSON ({error})", f"correct it there, or write {example}") from error
+
+
 def read_source(text: str) -> ConfigSource:
     """Returns the configuration in ``text``: JSON, or the path of a file with JSON. The JSON is the value of vLLM's
     ``--kv-transfer-config``, or only the ``kv_connector_extra_config`` in it.
 
     Raises ConfigError if it cannot be read, or is not JSON.
     """
-    said = "--config"
-    # "@FILE" is how SGLang takes a file.
-    text = text.removeprefix("@")
-    if not text.lstrip().startswith(("{", "[")):
-        said = f"--config={text!r}"
-        text = _read_file(text)
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        if said.endswith((".yaml'", ".yml'")):
-            raise ConfigError(said, NOT_SET, "YAML is not read", "write the same as JSON into a file") from error
-        raise ConfigError(said, NOT_SET, f"not JSON ({error})", f"correct it there, or write {_EXAMPLE}") from error
-    if isinstance(content, list) and any(isinstance(each, Mapping) and "kv_connector" in each for each in content):
-        fix = f'write {{"kv_connector": "{SEVERAL}", "kv_role": "kv_both", "{OPTIONS_KEY}": {{"connectors": [...]}}}}'
-        raise ConfigError(said, NOT_SET, "a list, and vLLM takes one connector", fix)
+    said, content = "--config", read_json("--config", text, _EXAMPLE)
     if not isinstance(content, Mapping):
         raise ConfigError(said, NOT_SET, "not a JSON object", f"write {_EXAMPLE}")
-    for name in content:
-        if name.lstrip("-").replace("-", "_") == "kv_transfer_config":
-            raise ConfigError(said, NOT_SET, f'has the key "{name}" around it', "give only the value of that key")
     if "kv_connector" not in content and OPTIONS_KEY not in content:
         return ConfigSource(content)
-    options = content.get(OPTIONS_KEY)
-    if options is None:
-        options = {}
+    options = content.get(OPTIONS_KEY) or {}
     if not isinstance(options, Mapping):
         raise ConfigError(said, NOT_SET, f"{OPTIONS_KEY} is not a JSON object", f'write "{OPTIONS_KEY}": {{...}}')
-    if OPTIONS_KEY in options:
-        raise ConfigError(said, NOT_SET, f"{OPTIONS_KEY} stands in itself", "write it once")
     if content.get("kv_connector") == SEVERAL:
         entries = options.get("connectors")
         if not isinstance(entries, list):
@@ -73,13 +72,3 @@ def read_source(text: str) -> ConfigSource:
                 return replace(read_source(json.dumps(entry)), several=content)
         raise ConfigError(said, NOT_SET, f'none of the "connectors" of {SEVERAL} is {CONNECTOR}', "add it there")
     return ConfigSource(options, content)
-
-
-def _read_file(name: str) -> str:
-    path = Path(name).expanduser()
-    try:
-        with path.open("rb") as file:
-            return file.read(MAX_CONFIG_BYTES).decode()
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise ConfigError("--config", name, f"cannot be read ({reason})", f"write {_EXAMPLE}") from error

@@ -57,8 +57,6 @@ def check(tier: PlannedTier, report: Report) -> None:
 
 
 class _StoreCheck:
-    """The checks of one store."""
-
     def __init__(self, tier: PlannedTier, store: RemoteTierConfig, report: Report) -> None:
         self._tier = tier
         self._store = store

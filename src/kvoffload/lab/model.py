@@ -269,7 +269,6 @@ class _LayerCost(NamedTuple):
 
 
 def _attention(config: _Config, kind: LayerKind) -> _LayerCost:
-    """Returns the cost of a layer with this config."""
     heads = config.number("num_attention_heads")
     hidden = config.number("hidden_size")
     if config.has("kv_lora_rank"):

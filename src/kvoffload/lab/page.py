@@ -13,8 +13,8 @@ from kvoffload.config import HostContents
 from kvoffload.lab.figures import DARK, LIGHT
 from kvoffload.lab.latency import Speeds
 from kvoffload.lab.model import ModelShape
-from kvoffload.lab.plots import MAX_BARS, curve_plot, misses_plot, name_of, sizing_plot, tiers_plot
-from kvoffload.lab.replay import CLAIRVOYANT, ReplayResult
+from kvoffload.lab.plots import MAX_BARS, curve_plot, misses_plot, sizing_plot, tiers_plot
+from kvoffload.lab.replay import ReplayResult
 from kvoffload.lab.sizing import Prices, Sizing, footnote
 from kvoffload.lab.trace import Trace
 from kvoffload.units import counted, format_bytes
@@ -58,9 +58,8 @@ def _render(trace: Trace, lead: str, failed: bool = False, **more: Any) -> str:
 
 def replay_page(trace: Trace, lead: str, model: ModelShape, speeds: Speeds, results: Sequence[ReplayResult]) -> str:
     """Returns the page about ``results``, at least one, of replays of ``trace``, which ``lead`` describes."""
-    ordered = sorted(results, key=lambda result: (result.capacity_blocks, result.policy == CLAIRVOYANT))
-    real = [result for result in ordered if result.policy != CLAIRVOYANT] or ordered
-    best = max(real, key=lambda result: result.prefix_hit_tokens)
+    ordered = sorted(results, key=lambda result: result.capacity_blocks)
+    best = max(ordered, key=lambda result: result.prefix_hit_tokens)
 
     def memory(blocks: int) -> str:
         return format_bytes(int(blocks * trace.block_tokens * model.bytes_per_token))
@@ -72,7 +71,6 @@ def replay_page(trace: Trace, lead: str, model: ModelShape, speeds: Speeds, resu
     # A curve has more than one point. The bars and the table have the figures of a single capacity.
     if len({result.capacity_blocks for result in results}) > 1:
         hits = "Percent of all prompt tokens: those in the longest run of leading blocks that some tier held."
-        hits += " The bound is a policy that knows the rest of the trace." if len(real) < len(ordered) else ""
         sections.append(curve("Prefix-hit tokens", hits, lambda each: each.prefix_hit_tokens_pct, "%"))
         sections.append(curve("Writes", "Blocks written per block access.", lambda each: each.writes_per_access, ""))
     if len(ordered) <= MAX_BARS:
@@ -81,7 +79,7 @@ def replay_page(trace: Trace, lead: str, model: ModelShape, speeds: Speeds, resu
         sections.append(Section("Why requests missed", reasons, misses_plot(ordered)))
     rows = [
         (
-            name_of(each.policy),
+            each.policy,
             f"{each.capacity_blocks:,}",
             memory(each.capacity_blocks),
             f"{each.prefix_hit_tokens_pct:.2f}",
@@ -112,8 +110,8 @@ def replay_page(trace: Trace, lead: str, model: ModelShape, speeds: Speeds, resu
         trace,
         lead,
         title=f"Replay of {trace.name}",
-        verdict=f"Best result: {name_of(best.policy)} with {best_size} found {best.prefix_hit_tokens_pct:.1f}% of the "
-        f"prompt tokens, which saves {best.saved_flops_pct:.1f}% of the prefill FLOPs.",
+        verdict=f"Best result: {best.policy} with {best_size} found {best.prefix_hit_tokens_pct:.1f}% of the prompt "
+        f"tokens, which saves {best.saved_flops_pct:.1f}% of the prefill FLOPs.",
         notes=["Host memory does not repeat what the device cache holds."] if is_exclusive else [],
         sections=[*sections, Section("All numbers", "", "", columns, rows, ordered.index(best), str(speeds))],
     )

@@ -24,7 +24,7 @@ from kvoffload.lab.figures import (
     make_figure,
     svg,
 )
-from kvoffload.lab.replay import CLAIRVOYANT, ReplayResult
+from kvoffload.lab.replay import ReplayResult
 from kvoffload.lab.sizing import Sizing
 from kvoffload.units import format_bytes
 
@@ -49,10 +49,6 @@ LEAST_LABELLED = 4.0
 """In percent: shorter pieces of a bar have no room for a number."""
 
 
-def name_of(policy: str) -> str:
-    return "bound" if policy == CLAIRVOYANT else policy
-
-
 def curve_plot(
     results: Sequence[ReplayResult],
     value: Callable[[ReplayResult], float],
@@ -60,17 +56,16 @@ def curve_plot(
     size_of: Callable[[int], str],
     description: str,
 ) -> str:
-    """Plots ``value`` over capacity on a logarithmic scale, one line per policy; the upper bound is dashed. ``size_of``
-    formats the memory of a number of blocks."""
-    policies = list(dict.fromkeys(result.policy for result in results))
-    ours = [policy for policy in policies if policy != CLAIRVOYANT]
+    """Plots ``value`` over capacity on a logarithmic scale, one line per policy. ``size_of`` formats the memory of a
+    number of blocks."""
     capacities = sorted({result.capacity_blocks for result in results})
     with matplotlib.rc_context(STYLE):
         figure, (ax,) = make_figure(height=3.8, rows=1)
-        for policy in policies:
+        for i, policy in enumerate(dict.fromkeys(result.policy for result in results)):
             points = sorted((each.capacity_blocks, value(each)) for each in results if each.policy == policy)
-            look = _look(ours.index(policy)) if policy in ours else DASHED
-            ax.plot(*zip(*points, strict=True), label=name_of(policy), markersize=5, **look)
+            # After ten policies, the pairs of colour and mark differ.
+            look = {"color": COLOURS[i % len(COLOURS)], "marker": MARKS[(i + i // len(COLOURS)) % len(MARKS)]}
+            ax.plot(*zip(*points, strict=True), label=policy, markersize=5, **look)
         _scale(ax, capacities, lambda blocks: f"{blocks:,}\n{size_of(blocks)}", unit)
         ax.set_ylim(0, 1.05 * max(map(value, results)) or 1.0)
         ax.margins(x=0.03)
@@ -141,12 +136,6 @@ def _spaced(capacities: Sequence[int]) -> list[int]:
     return chosen
 
 
-def _look(index: int) -> dict[str, str]:
-    """Returns the colour and mark of the policy with this number; after ten, the pairs differ."""
-    count = len(COLOURS)
-    return {"color": COLOURS[index % count], "marker": MARKS[(index + index // count) % count]}
-
-
 def tiers_plot(results: Sequence[ReplayResult]) -> str:
     """Plots which tier served the prompt tokens, per configuration."""
     shares = [{tier.name: tier.hit_tokens_pct for tier in result.tiers} for result in results]
@@ -208,7 +197,7 @@ def _bars(
                         color="white" if dark else INK,
                     )
             starts = [start + piece for start, piece in zip(starts, pieces, strict=True)]
-        ax.set_yticks(places, [f"{name_of(result.policy)}, {result.capacity_blocks:,}" for result in results])
+        ax.set_yticks(places, [f"{result.policy}, {result.capacity_blocks:,}" for result in results])
         ax.tick_params(axis="y", labelcolor=INK)
         ax.invert_yaxis()
         ax.set_xlim(0, 100)

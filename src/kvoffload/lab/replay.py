@@ -47,7 +47,6 @@ from kvoffload.cache.tenants import HOST, RETAIN_SHARE, Shares, TenantConfig, Te
 from kvoffload.config import HostContents, contents_of
 from kvoffload.connector.leaving import piece_blocks
 from kvoffload.lab.capacity import MAX_BLOCKS
-from kvoffload.lab.clairvoyant import clairvoyant_policy
 from kvoffload.lab.device import NOTHING, DeviceCache
 from kvoffload.lab.latency import DEFAULT_SPEEDS, Speeds, ttft_seconds
 from kvoffload.lab.model import DEFAULT_MODEL, ModelShape
@@ -56,8 +55,6 @@ from kvoffload.lab.trace import Floats, Ints, Progress, Trace
 from kvoffload.observe.trace import name_hash
 from kvoffload.tiering.manager import WRITE_SHARE, TieredOffloadingManager, TieringSettings
 
-CLAIRVOYANT = "clairvoyant"
-"""The policy that knows the rest of the trace: an upper bound, only for replays."""
 DISK = "disk"
 """The tier below host memory, in the shares of tenants."""
 REPORT_EVERY = 256
@@ -111,7 +108,7 @@ class ReplayConfig:
     """The settings of a replay. Raises ConfigError if one is invalid."""
 
     policy: str
-    """The policy of host and disk: a name or "package.module:Class". Or, without device and disk, "clairvoyant"."""
+    """The policy of host and disk: a name or "package.module:Class"."""
     capacity_blocks: int
     """Capacity of host memory."""
     device_blocks: int = 0
@@ -130,9 +127,6 @@ class ReplayConfig:
                 raise ConfigError(name, getattr(self, name), f"must be {least} or more")
         if self.store_threshold is not None and self.store_threshold < 2:
             raise ConfigError("store_threshold", self.store_threshold, "must be 2 or more", "leave it out to store all")
-        if self.policy == CLAIRVOYANT and (self.disk_blocks or self.device_blocks):
-            fault = "this policy is replayed with host memory alone"
-            raise ConfigError("policy", self.policy, fault, "leave device and disk out")
         contents = contents_of(self.host_contents, why_inclusive(self.device_blocks))
         object.__setattr__(self, "host_contents", contents)
 
@@ -284,7 +278,7 @@ def replay(
             if on_progress is not None and done % REPORT_EVERY == 0:
                 on_progress(done / trace.num_requests)
     except Exception as error:
-        if config.policy in (CLAIRVOYANT, *BUILTIN):
+        if config.policy in BUILTIN:
             raise
         raise _failed(config.policy, done, error) from error
     if on_progress is not None:
@@ -431,16 +425,10 @@ class Run:
 
     def make_managers(self) -> None:
         trace, config = self.trace, self.config
-        policy = (
-            clairvoyant_policy(trace)(self.capacity)
-            if config.policy == CLAIRVOYANT
-            else make_policy(config.policy, self.capacity, self.shares(HOST, self.capacity))
-        )
-        backend = HostBackend(trace.block_tokens, self.capacity)
         is_exclusive = config.host_contents is HostContents.EXCLUSIVE
         self.host = PolicyOffloadingManager(
-            backend,
-            policy,
+            HostBackend(trace.block_tokens, self.capacity),
+            make_policy(config.policy, self.capacity, self.shares(HOST, self.capacity)),
             # As in service: with a disk below, a refused block would end the chain there too.
             must_store=bool(config.disk_blocks),
             misses=ExactMisses(trace),
@@ -724,27 +712,17 @@ class ExclusiveRun(Run):
         return self.trace.keys_of(np.array(blocks, dtype=np.int64)) if blocks else []
 
 
-def least_device_blocks(trace: Trace) -> int:
-    """Returns how many device blocks the longest request needs at once."""
-    return int(_device_blocks_of(trace).max(initial=0))
-
-
-def _device_blocks_of(trace: Trace) -> Ints:
-    """Returns how many device blocks each request needs."""
-    held: Ints = -(-(trace.input_tokens + trace.output_tokens) // trace.block_tokens)
-    return held
-
-
 def _device(trace: Trace, num_blocks: int) -> DeviceCache:
-    longest = least_device_blocks(trace)
+    needed: Ints = -(-(trace.input_tokens + trace.output_tokens) // trace.block_tokens)
+    longest = int(needed.max(initial=0))
     if longest > num_blocks:
         raise ConfigError(
             "device_blocks",
             num_blocks,
-            f"the longest request needs {longest} at once, so no engine could serve it",
+            f"the longest request needs {longest} blocks of the device at once, so no engine could serve it",
             f"use {longest} or more, or leave the device out",
         )
-    used = min(num_blocks, max(1, int(_device_blocks_of(trace).sum())))
+    used = min(num_blocks, max(1, int(needed.sum())))
     if used > MAX_DEVICE_BLOCKS:
         raise ConfigError("device_blocks", num_blocks, f"a replay supports at most {MAX_DEVICE_BLOCKS:,}", "use fewer")
     return DeviceCache(used, trace.num_distinct)
@@ -791,7 +769,6 @@ def _by_tenant(trace: Trace, contract: Contract, found: Ints) -> tuple[TenantFou
 
 
 def _leading(ready: npt.NDArray[np.bool_]) -> int:
-    """Returns the number of leading True values."""
     if not len(ready):
         return 0
     first = int(ready.argmin())

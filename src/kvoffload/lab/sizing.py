@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -22,7 +22,6 @@ from kvoffload.lab.replay import (
     Contract,
     ReplayConfig,
     ReplayResult,
-    least_device_blocks,
     part,
     replay_many,
     why_inclusive,
@@ -153,10 +152,6 @@ class Sizing:
     choices: Choices
 
     @property
-    def device_bytes(self) -> int:
-        return self.choices.device
-
-    @property
     def best(self) -> Setting:
         """The chosen setting, or else the one with the lowest TTFT p95."""
         return self.chosen or _fastest(self.settings)
@@ -164,14 +159,14 @@ class Sizing:
     @property
     def answer(self) -> str:
         """The result in sentences."""
-        device = [f"The device's own cache has {format_bytes(self.device_bytes)}."] if self.device_bytes else []
+        device = [f"The device's own cache has {format_bytes(self.choices.device)}."] if self.choices.device else []
         return " ".join((*device, *_verdict(self), *_marginal(self)))
 
     @property
     def places(self) -> list[str]:
         """Which of the ``parts`` of settings to show."""
         has_disk = any(setting.disk_bytes for setting in self.settings)
-        return [*(["device"] if self.device_bytes else []), "RAM", *(["disk"] if has_disk else [])]
+        return [*(["device"] if self.choices.device else []), "RAM", *(["disk"] if has_disk else [])]
 
     def table(self) -> list[list[str]]:
         """Returns the titles of the columns, and a row per setting."""
@@ -204,7 +199,7 @@ class Sizing:
         return {
             "answer": self.answer,
             "policy": self.policy,
-            "device_bytes": self.device_bytes,
+            "device_bytes": self.choices.device,
             "block_bytes": self.block_bytes,
             "footprint_bytes": self.footprint_bytes,
             "ceiling": plain(self.ceiling),
@@ -266,8 +261,6 @@ def size(
                 )
     contract = dataclasses.replace(contract, block_bytes=block_bytes)
     has_contract = contract.counts_in(trace)
-    if has_contract and choices.device:
-        _check_device(choices.device, least_device_blocks(trace) * block_bytes)
     asked = max(1, int(trace.input_tokens.sum()))
     lru_pct = 100.0 * LRUCurve(trace).total_hit_tokens() / asked
     all_pairs = _pairs(choices, *_default_sizes(lru_pct, block_bytes))
@@ -309,10 +302,7 @@ def size(
         chosen=chosen,
         more_ram=more_ram,
         more_disk=more_disk[0] if more_disk else None,
-        warnings=(
-            *_left_out(len(all_pairs) - len(pairs)),
-            *_warnings(footprint, max((*choices.ram, *choices.disk), default=0)),
-        ),
+        warnings=tuple(_warnings(len(all_pairs) - len(pairs), footprint, max((0, *choices.ram, *choices.disk)))),
         curve=curve,
         lru_pct=lru_pct,
         comparison=comparison,
@@ -345,17 +335,6 @@ def _pairs(choices: Choices, default_ram: Sequence[int], default_disk: Sequence[
     pairs = [(ram_bytes, disk_bytes) for ram_bytes in rams for disk_bytes in disks]
     useful = [pair for pair in pairs if pair[1] == 0 or pair[1] > pair[0]]
     return pairs if choices.ram or not useful else useful
-
-
-def _check_device(device_bytes: int, least: int) -> None:
-    """Raises ConfigError if the longest request, which needs ``least`` bytes, has no room on the device."""
-    if device_bytes < least:
-        raise ConfigError(
-            "device",
-            format_bytes(device_bytes),
-            f"the longest request needs {format_bytes(least)} at once, so no engine could serve it",
-            "give that or more, or leave the device out",
-        )
 
 
 def _with_room(pairs: Sequence[Pair], choices: Choices, contract: Contract) -> list[Pair]:
@@ -495,20 +474,15 @@ def _fastest(settings: Sequence[Setting]) -> Setting:
     return min(settings, key=lambda setting: (setting.ttft_p95_s, setting.price))
 
 
-def _left_out(settings: int) -> list[str]:
-    if not settings:
-        return []
-    have = "setting has" if settings == 1 else "settings have"
-    return [f"{settings} default {have} no room for the shares of the tenants and were left out."]
-
-
-def _warnings(footprint: int, largest: int) -> list[str]:
-    if largest <= footprint:
-        return []
-    return [
-        f"All blocks of this trace take {format_bytes(footprint)}, so {format_bytes(largest)} never fills up: the "
-        "trace is too short to predict what that much would serve. Record a longer one."
-    ]
+def _warnings(left_out: int, footprint: int, largest: int) -> Iterator[str]:
+    if left_out:
+        have = "setting has" if left_out == 1 else "settings have"
+        yield f"{left_out} default {have} no room for the shares of the tenants and were left out."
+    if largest > footprint:
+        yield (
+            f"All blocks of this trace take {format_bytes(footprint)}, so {format_bytes(largest)} never fills up: the "
+            "trace is too short to predict what that much would serve. Record a longer one."
+        )
 
 
 # Sentences.
@@ -564,7 +538,7 @@ def footnote(speeds: Speeds, sizing: Sizing) -> str:
             "fastest one saves."
         )
     device = " The device's own cache counts as a part of RAM; --device sets it apart."
-    if sizing.device_bytes:
+    if sizing.choices.device:
         repeats = "does not repeat" if sizing.choices.host_contents is HostContents.EXCLUSIVE else "repeats"
         device = f" RAM {repeats} what the device holds."
     replayed = (

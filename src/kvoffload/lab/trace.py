@@ -243,12 +243,12 @@ class TraceBuilder:
         columns["chains"].extend(chain)
         self.num_requests += 1
 
-    def build(self, name: str, block_tokens: int, delays: Floats | float = 0.0, **more: Any) -> Trace:
-        """Returns the trace, and forgets the requests. ``delays`` are added to their times. Its ``info`` gets
+    def build(self, name: str, block_tokens: int, start: float = 0.0, **more: Any) -> Trace:
+        """Returns the trace, and forgets the requests. Their times count from ``start``. Its ``info`` gets
         ``out_of_order``: how many requests have an earlier time than the one before."""
         raw: dict[str, Any] = {key: np.array(column, dtype=column.typecode) for key, column in self._columns.items()}
         self._columns.clear()
-        raw["times"] += delays
+        raw["times"] -= start
         out_of_order = int(np.count_nonzero(raw["times"][1:] < raw["times"][:-1]))
         chains, lengths = raw.pop("chains"), raw.pop("lengths")
         if out_of_order:

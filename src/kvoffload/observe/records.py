@@ -7,8 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
-from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -21,8 +20,6 @@ MAX_PERIODS = 1000
 _DAY_S = 86_400
 _PERIODS_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10_800, 21_600, 43_200, _DAY_S)
 _WANTED_PERIODS = 12
-
-_Enum = TypeVar("_Enum", bound=StrEnum)
 
 # Bounds of fields that are read from outside.
 _MAX_TIME = 253_402_300_799.0
@@ -86,8 +83,14 @@ class RequestRecord:
         Raises ValueError, which names the field, if one is missing or impossible.
         """
         needed = {each.name for each in fields(cls) if each.default is each.default_factory is MISSING}
-        given = {name for name in _READ if name in needed or data.get(name) is not None}
-        record = cls(**{name: _READ[name](data, name) for name in given})
+        read: dict[str, Any] = {}
+        for name, (is_right, kind, wanted) in _READ.items():
+            value = data.get(name)
+            if name in needed or value is not None:
+                if not is_right(value):
+                    raise _wrong(data, name, wanted)
+                read[name] = kind(value)
+        record = cls(**read)
         if sum(record.tier_tokens.values()) != record.disk_tokens:
             raise _wrong({"tier_tokens": {}, **data}, "tier_tokens", "what adds up to disk_tokens")
         if record.tokens_missing < 0:
@@ -202,60 +205,35 @@ def over_time(records: Sequence[RequestRecord], every_s: int | None = None) -> l
     return [Period.of(group, (begin + i) * every_s, every_s) for i, group in enumerate(groups)]
 
 
-def _number(data: Mapping[str, Any], field: str) -> float:
-    value = data.get(field)
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= _MAX_TIME:
-        raise _wrong(data, field, "a number of seconds")
-    return float(value)
+def _is_time(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value <= _MAX_TIME
 
 
-def _tokens(data: Mapping[str, Any], field: str) -> int:
-    value = data.get(field)
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MAX_TOKENS:
-        raise _wrong(data, field, "a number of tokens")
-    return value
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= _MAX_TOKENS
 
 
-def _tier_tokens(data: Mapping[str, Any], field: str) -> dict[str, int]:
-    tokens = data[field]
-    if (
-        not isinstance(tokens, Mapping)
-        or len(tokens) > _MAX_TIERS
-        or any(len(str(name)) > _MAX_TEXT for name in tokens)
-    ):
-        raise _wrong(data, field, f"tokens by name of at most {_MAX_TIERS} tiers")
-    try:
-        found = {str(name): _tokens(tokens, name) for name in tokens}
-    except ValueError as error:
-        raise _wrong(data, field, "a number of tokens for each tier") from error
-    return found
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= _MAX_TEXT
 
 
-def _text(data: Mapping[str, Any], field: str) -> str:
-    value = data.get(field)
-    if not isinstance(value, str) or len(value) > _MAX_TEXT:
-        raise _wrong(data, field, f"a string of at most {_MAX_TEXT:,} characters")
-    return value
+def _is_by_tier(value: Any) -> bool:
+    return (
+        isinstance(value, Mapping)
+        and len(value) <= _MAX_TIERS
+        and all(_is_text(tier) and _is_count(tokens) for tier, tokens in value.items())
+    )
 
 
-def _one_of(kind: type[_Enum]) -> Callable[[Mapping[str, Any], str], _Enum]:
-    def read(data: Mapping[str, Any], field: str) -> _Enum:
-        if data[field] not in tuple(kind):
-            raise _wrong(data, field, "a reason that this version of kvoffload knows")
-        return kind(data[field])
-
-    return read
-
-
-def _policy(data: Mapping[str, Any], field: str) -> dict[str, Any]:
-    policy = data[field] if isinstance(data[field], Mapping) else {}
-    rule, scores = policy.get("rule"), policy.get("scores")
-    if not isinstance(rule, str) or not isinstance(scores, Mapping) or rule not in scores or len(scores) > _MAX_RULES:
-        raise _wrong(data, field, f"a rule and the scores of at most {_MAX_RULES} rules")
-    try:
-        return {"rule": rule, "scores": {name: _number(scores, name) for name in scores}}
-    except ValueError as error:
-        raise _wrong(data, field, "a rule and the score of each rule") from error
+def _is_policy(value: Any) -> bool:
+    rule, scores = (value.get("rule"), value.get("scores")) if isinstance(value, Mapping) else (None, None)
+    return (
+        isinstance(rule, str)
+        and isinstance(scores, Mapping)
+        and rule in scores
+        and len(scores) <= _MAX_RULES
+        and all(map(_is_time, scores.values()))
+    )
 
 
 def _wrong(data: Mapping[str, Any], field: str, wanted: str) -> ValueError:
@@ -264,14 +242,20 @@ def _wrong(data: Mapping[str, Any], field: str, wanted: str) -> ValueError:
     return ValueError(f"{field}={ascii(data[field])[:40]}: not {wanted}")
 
 
-_READ: Mapping[str, Callable[[Mapping[str, Any], str], Any]] = {
-    **dict.fromkeys(("time", "age_s", "saved_s"), _number),
-    **dict.fromkeys(("req_id", "missed_key", "missed_in", "tenant", "engine", "retained_in"), _text),
-    **dict.fromkeys(("tokens_asked", "device_tokens", "host_tokens", "disk_tokens"), _tokens),
-    **dict.fromkeys(("stored_tokens", "retained_tokens"), _tokens),
-    "reason": _one_of(MissReason),
-    "retain_refused": _one_of(RetainRefusal),
-    "policy": _policy,
-    "tier_tokens": _tier_tokens,
+_Reader: TypeAlias = tuple[Callable[[Any], bool], Callable[[Any], Any], str]
+_READ: Mapping[str, _Reader] = {
+    **dict.fromkeys(("time", "age_s", "saved_s"), (_is_time, float, "a number of seconds")),
+    **dict.fromkeys(
+        ("req_id", "missed_key", "missed_in", "tenant", "engine", "retained_in"),
+        (_is_text, str, f"a string of at most {_MAX_TEXT:,} characters"),
+    ),
+    **dict.fromkeys(
+        ("tokens_asked", "device_tokens", "host_tokens", "disk_tokens", "stored_tokens", "retained_tokens"),
+        (_is_count, int, "a number of tokens"),
+    ),
+    "reason": (tuple(MissReason).__contains__, MissReason, "a reason that this version of kvoffload knows"),
+    "retain_refused": (tuple(RetainRefusal).__contains__, RetainRefusal, "a reason that this version knows"),
+    "policy": (_is_policy, dict, f"a rule and the scores of at most {_MAX_RULES} rules"),
+    "tier_tokens": (_is_by_tier, dict, f"tokens by name of at most {_MAX_TIERS} tiers"),
 }
-"""What reads each field of a record, or raises ValueError."""
+"""What is checked of each field of a record, its type, and what it must be, in words."""

@@ -279,27 +279,17 @@ class RunningServer:
     def __str__(self) -> str:
         return f"process {self.pid} ({self.name})"
 
-    @property
-    def command(self) -> list[str]:
-        """The command line of the server, as far as this process may read it: its engine's processes have another
-        name."""
+    def describe(self) -> str:
+        """Returns its process, and the model and the port in the command of its engine, if this process may read it."""
         for pid in (self.pid, *ancestors(self.pid)):
             with contextlib.suppress(OSError):
-                words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-                if "serve" in words or any("api_server" in word or "launch_server" in word for word in words):
-                    return words
-        return []
-
-    def describe(self) -> str:
-        """Returns its process, and the model and the port that its command names."""
-        words = [*self.command, ""]
-        given = dict(itertools.pairwise(words)) | dict(
-            word.split("=", 1) for word in words if word.startswith("--") and "=" in word
-        )
-        model = given.get("--model") or given.get("--model-path") or given.get("serve", "")
-        known = [model] if model and not model.startswith("-") else []
-        known += [f"port {given['--port']}"] if "--port" in given else []
-        return f"process {self.pid}" + (f" ({', '.join(map(printable, known))})" if known else "")
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
+                model = re.search(r" (?:serve |--model(?:-path)?[ =])([^ -][^ ]*)", command)
+                port = re.search(r" --port[ =]([^ ]+)", command)
+                if model is not None:
+                    known = [model[1], *([f"port {port[1]}"] if port is not None else [])]
+                    return f"process {self.pid} ({', '.join(map(printable, known))})"
+        return f"process {self.pid}"
 
 
 def ancestors(pid: int) -> Iterator[int]:
@@ -346,7 +336,7 @@ def read_records(server: RunningServer, timeout_s: float, of_any_user: bool = Fa
             pid, uid = peer(sock)
             if uid != owner or (owner != os.geteuid() and pid != server.pid):
                 raise RecordsError(f"{server} was ignored: process {pid} of user {uid} answers in its place")
-            return _read(server, _lines(_pieces(sock, deadline)))
+            return _read(server, _lines(sock, deadline))
     except OSError as error:
         raise RecordsError(f"{server} does not answer: {error}") from error
 
@@ -371,10 +361,15 @@ def _read(server: RunningServer, lines: Iterator[bytes]) -> Reading:
     return reading
 
 
-def _lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """Yields lines. Of one that is longer than MAX_LINE_BYTES, only the beginning."""
-    rest = b""
-    for piece in pieces:
+def _lines(sock: socket.socket, deadline: float) -> Iterator[bytes]:
+    """Yields the lines that arrive. Of one that is longer than MAX_LINE_BYTES, only the beginning."""
+    size, rest, is_open = 0, b"", True
+    while is_open:
+        sock.settimeout(_left(deadline))
+        piece = sock.recv(1 << 16)
+        size, is_open = size + len(piece), bool(piece)
+        if size > MAX_ANSWER_BYTES:
+            raise OSError(f"it sent more than {MAX_ANSWER_BYTES:,} bytes")
         *lines, rest = (rest + piece).split(b"\n")
         yield from lines
         rest = rest[: MAX_LINE_BYTES + 1]
@@ -391,19 +386,6 @@ def connect(sock: socket.socket, address: str, deadline: float) -> None:
             return
         except BlockingIOError:
             time.sleep(_CONNECT_RETRY_S)
-
-
-def _pieces(sock: socket.socket, deadline: float) -> Iterator[bytes]:
-    size = 0
-    while True:
-        sock.settimeout(_left(deadline))
-        piece = sock.recv(1 << 16)
-        if not piece:
-            return
-        size += len(piece)
-        if size > MAX_ANSWER_BYTES:
-            raise OSError(f"it sent more than {MAX_ANSWER_BYTES:,} bytes")
-        yield piece
 
 
 def log_record(record: RequestRecord) -> None:

@@ -134,18 +134,15 @@ class RequestSpans:
 
 
 def _found(record: RequestRecord | None) -> dict[str, Any]:
-    """Returns what a request found, as attributes."""
     if record is None:
         return {}
-    attributes: dict[str, Any] = {
+    attributes = {
         "kvoffload.asked_tokens": record.tokens_asked,
         "kvoffload.device_tokens": record.device_tokens,
         "kvoffload.host_tokens": record.host_tokens,
         "kvoffload.missing_tokens": record.tokens_missing,
+        **{f"kvoffload.tier_tokens.{tier}": tokens for tier, tokens in record.tier_tokens.items()},
+        "kvoffload.miss_reason": record.reason and str(record.reason),
+        "kvoffload.missed_in": record.missed_in,
     }
-    attributes |= {f"kvoffload.tier_tokens.{tier}": tokens for tier, tokens in record.tier_tokens.items()}
-    if record.reason is not None:
-        attributes["kvoffload.miss_reason"] = str(record.reason)
-    if record.missed_in is not None:
-        attributes["kvoffload.missed_in"] = record.missed_in
-    return attributes
+    return {name: value for name, value in attributes.items() if value is not None}

@@ -190,9 +190,14 @@ def _open(path: str) -> int:
     try:
         fd = os.open(path, _FLAGS, _MODE)
     except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise ConfigError(*named, "a symbolic link", "name the file itself") from None
-        raise ConfigError(*named, f"cannot be written: {error.strerror}", "name a file in a folder you own") from None
+        make = "make it, for this server's user only: install -d -m 700 -o USER DIRECTORY"
+        known = {
+            errno.ELOOP: ("a symbolic link", "name the file itself"),
+            errno.ENOENT: (f"there is no directory {os.path.dirname(path)}", make),
+            errno.EISDIR: ("a directory", "name a file in it"),
+        }
+        other = f"cannot be written: {error.strerror}", "name a file in a folder you own"
+        raise ConfigError(*named, *known.get(error.errno or 0, other)) from None
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):

@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from kvoffload.lab.readers import bailian, kv_cache_tester, mooncake, recorded
-from kvoffload.lab.readers.lines import BOM, Problems, Source
+from kvoffload.lab.readers import bailian, mooncake, recorded
+from kvoffload.lab.readers.lines import BOM, Source
 from kvoffload.lab.trace import Progress, Trace, TraceError
 from kvoffload.observe.trace import HEADER
 from kvoffload.printable import printable
@@ -16,11 +16,11 @@ FORMATS: dict[str, Callable[[Source, int | None], Trace]] = {
     "mooncake": mooncake.read,
     "recorded": recorded.read,
     "bailian": bailian.read,
-    "kv-cache-tester": kv_cache_tester.read,
 }
 _HEAD_BYTES = 1 << 16
 _SHOWN = 60
 _NAMES = b'"hash_ids"'
+_SESSION = b'"requests"'
 _TEXT = re.compile(rb'"(conversations|messages|text_input|prompt|text|content)"\s*:\s*["\[]')
 _DELIMITER = re.compile(rb"[,;\t\[{]")
 _COUNTS = re.compile(rb"tokens|_length|_len\b|\b[io]sl\b", re.IGNORECASE)
@@ -34,7 +34,7 @@ def read_trace(
     block_tokens: int | None = None,
     on_progress: Progress | None = None,
 ) -> Trace:
-    """Returns the trace in a file, plain or compressed with gzip, or in a directory of kv-cache-tester sessions.
+    """Returns the trace in a file, plain or compressed with gzip.
 
     ``format`` is one of FORMATS; by default it is guessed from the content. Lines that cannot be used are skipped and
     counted; more than MAX_BAD_SHARE of them raise, unless ``skip_bad_lines``. ``block_tokens`` is for formats that do
@@ -42,18 +42,15 @@ def read_trace(
     """
     if not str(source):
         raise TraceError("trace", "", "", "give the path of a file")
-    file = Source(Path(source).expanduser(), Problems(skip_bad_lines), on_progress)
+    file = Source(Path(source).expanduser(), skip_bad_lines, on_progress)
     if format not in (None, *FORMATS):
         raise TraceError("format", format, "unknown", f"use one of {', '.join(FORMATS)}")
-    if not file.path.is_dir():
-        file.check_kind()
+    file.check_kind()
     file.format = format or _guess(file)
     return FORMATS[file.format](file, block_tokens)
 
 
 def _guess(source: Source) -> str:
-    if source.path.is_dir():
-        return "kv-cache-tester"
     head = source.head(_HEAD_BYTES).lstrip(BOM + b" \t\r\n")
     first = head.split(b"\n", 1)[0]
     if not head:
@@ -65,17 +62,16 @@ def _guess(source: Source) -> str:
             return "recorded"
         if f'"{bailian.PARENT}"'.encode() in first:
             return "bailian"
-        if b'"requests"' in head:
-            return "kv-cache-tester"
     if _NAMES in head and first.startswith(b"["):
         raise TraceError(f"{source.path}: one JSON array; write one object per line: jq -c '.[]' FILE > FILE.jsonl")
-    if _NAMES in head:
+    if _NAMES in head and _SESSION not in head:
         return "mooncake"
     raise TraceError(f"{source.path}: {_what(head, first)}")
 
 
 def _what(head: bytes, first: bytes) -> str:
-    """Says what a file is that names no blocks, and what to do."""
+    if _NAMES in head:
+        return f"sessions with lists of requests; write one request per line, as in {', '.join(FORMATS)}"
     if b"hash_ids" in head:
         return (
             "has hash_ids, and is not JSON; write one object per line, such as "

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import xxhash
 
-from kvoffload.lab.readers.lines import Source, block_ids, parse_object, positive_or, seconds, units_in, whole
+from kvoffload.lab.readers.lines import Source, block_ids, parse_object, positive_or, seconds, whole
 from kvoffload.lab.readers.mooncake import check_length
-from kvoffload.lab.trace import Trace, TraceBuilder
+from kvoffload.lab.trace import Trace, TraceBuilder, TraceError
 
 PARENT = "parent_chat_id"
 UNIT = 16
@@ -23,11 +23,14 @@ NO_PARENT = -1
 def read(source: Source, block_tokens: int | None = None) -> Trace:
     """Reads the trace. ``block_tokens`` must be a multiple of 16, the default. Raises TraceError."""
     size = positive_or(block_tokens, UNIT)
-    per_block = units_in(size, UNIT, source.path)
+    per_block, rest = divmod(size, UNIT)
+    if rest:
+        fault = f"blocks of {source.path.name} have {UNIT} tokens"
+        raise TraceError("block_tokens", size, fault, "use a multiple of that")
     rows = TraceBuilder()
     first_of: dict[int, int] = {}
     """The first request of the session of each request."""
-    for _, (at, tokens, output, request, parent, ids) in source.parsed(_request):
+    for at, tokens, output, request, parent, ids in source.parsed(_request):
         # The trace may begin in the middle of a session.
         session = first_of[request] = request if parent == NO_PARENT else first_of.get(parent, parent)
         chain = _prefixes(ids[: tokens // UNIT])[per_block - 1 :: per_block]

@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from kvoffload.lab.trace import Floats, Problem, Progress, Trace, TraceBuilder, TraceError
+from kvoffload.lab.trace import Problem, Progress, Trace, TraceBuilder, TraceError
 from kvoffload.units import counted
 
 MAX_LINE_BYTES = 256 << 20
-"""A session of kv-cache-tester is one line and can have tens of MB."""
 MAX_PROBLEMS_KEPT = 100
 MAX_BAD_SHARE = 0.01
 """More lines than this that cannot be used are an error: the file is damaged, or no trace."""
@@ -34,12 +33,9 @@ _REASONS = 3
 _HEAD_BYTES = 512
 BOM = b"\xef\xbb\xbf"
 _KINDS = (
-    (rb"\x28\xb5\x2f\xfd", "packed with Zstandard", "unpack it with zstd -d"),
-    (rb"\xfd7zXZ\x00", "packed with xz", "unpack it with xz -d"),
-    (rb"BZh[1-9]1AY&SY", "packed with bzip2", "unpack it with bzip2 -d"),
-    (rb"PK\x03\x04", "a zip archive", "unpack it with unzip, and give the trace that was in it"),
-    (rb"(?s).{257}ustar", "a tar archive", "unpack it with tar -xf, and give the trace that was in it"),
-    (rb"PAR1", "a Parquet file", "give the JSON file that it was made from (in AgentX's data sets traces.jsonl)"),
+    (rb"\x28\xb5\x2f\xfd|\xfd7zXZ\x00|BZh[1-9]1AY&SY", "packed with zstd, xz or bzip2", "unpack it"),
+    (rb"PK\x03\x04|(?s:.{257}ustar)", "an archive", "unpack it, and give the trace that was in it"),
+    (rb"PAR1", "a Parquet file", "give the JSON file that it was made from"),
     (rb"version https://git-lfs", "a pointer of Git LFS, not the trace itself", "get that with git lfs pull"),
     (rb"(?i)\s*<(!doctype |html)", "a page of a web site, not a trace", "download the file itself"),
     (rb"\xff\xfe|\xfe\xff", "text in UTF-16", "write it in UTF-8: iconv -f UTF-16 -t UTF-8"),
@@ -49,43 +45,22 @@ _KINDS = (
 Parsed = TypeVar("Parsed")
 
 
-class Problems:
-    """The lines that cannot be used: the first of them, and their number."""
-
-    def __init__(self, skip: bool = False) -> None:
-        self.kept: list[Problem] = []
-        self.count = 0
-        self.num_torn = 0
-        """How many of them a killed server had not written to their end."""
-        self.ends_early = False
-        """Whether an unknown number of lines cannot be read."""
-        self._skip = skip
-
-    def add(self, problem: Problem) -> None:
-        self.count += 1
-        if len(self.kept) < MAX_PROBLEMS_KEPT:
-            self.kept.append(problem)
-
-    def check(self, what: str, num_requests: int) -> None:
-        """Raises TraceError if there are too many beside ``num_requests`` lines that can be used."""
-        bad, total = self.count - self.num_torn, self.count + num_requests
-        if self._skip or not (self.ends_early or bad > MAX_BAD_SHARE * total):
-            return
-        reasons = "; ".join(str(problem) for problem in self.kept[:_REASONS])
-        raise TraceError(
-            f"{what}, {self.count:,} of {counted(total, 'line')} cannot be used: {reasons}. To go on with the others, "
-            "give --skip-bad-lines (skip_bad_lines=True)"
-        )
-
-
 class Source:
-    """One file of a trace. ``on_progress`` gets the share of it that was read."""
+    """The file of a trace. ``skips``: whether any number of lines may be useless. ``on_progress`` gets the share of it
+    that was read."""
 
-    def __init__(self, path: Path, problems: Problems, on_progress: Progress | None = None) -> None:
+    def __init__(self, path: Path, skips: bool, on_progress: Progress | None = None) -> None:
         self.path = path
-        self.problems = problems
         self.format = ""
         """The format that it is read as; empty until that is known."""
+        self.problems: list[Problem] = []
+        """The first of the lines that cannot be used."""
+        self.num_problems = 0
+        self.num_torn = 0
+        """How many of them a killed server had not written to their end."""
+        self._ends_early = False
+        """Whether an unknown number of lines cannot be read."""
+        self._skips = skips
         self._on_progress = on_progress
 
     def check_kind(self) -> None:
@@ -99,27 +74,34 @@ class Source:
         self,
         rows: TraceBuilder,
         block_tokens: int,
-        delays: Floats | float = 0.0,
+        start: float = 0.0,
         info: Mapping[str, object] | None = None,
     ) -> Trace:
         """Returns the trace of ``rows``, named after the file, with the problems found so far. Arguments as for
         ``TraceBuilder.build``. Raises TraceError if there is no request, or if too few lines can be used."""
         if rows.num_requests == 0:
             self.empty()
-        problems = self.problems
-        problems.check(f"{self.path}: read as {self.format}", rows.num_requests)
+        bad, total = self.num_problems - self.num_torn, self.num_problems + rows.num_requests
+        if not self._skips and (self._ends_early or bad > MAX_BAD_SHARE * total):
+            reasons = "; ".join(map(str, self.problems[:_REASONS]))
+            raise TraceError(
+                f"{self.path}: read as {self.format}, {self.num_problems:,} of {counted(total, 'line')} cannot be "
+                f"used: {reasons}. To go on with the others, give --skip-bad-lines (skip_bad_lines=True)"
+            )
         return rows.build(
             self.path.name,
             block_tokens,
-            delays,
-            problems=tuple(problems.kept),
-            num_problems=problems.count,
+            start,
+            problems=tuple(self.problems),
+            num_problems=self.num_problems,
             info={**(info or {}), "format": self.format},
         )
 
     def problem(self, line: int, reason: object) -> None:
         """Counts a line that cannot be used."""
-        self.problems.add(Problem(str(self.path), line, str(reason)))
+        self.num_problems += 1
+        if self.num_problems <= MAX_PROBLEMS_KEPT:
+            self.problems.append(Problem(str(self.path), line, str(reason)))
 
     def progress(self, share: float) -> None:
         if self._on_progress is not None:
@@ -148,7 +130,7 @@ class Source:
                         rest = stream.readline(MAX_LINE_BYTES)
                 except (OSError, EOFError, zlib.error) as error:
                     self.problem(number, f"the file cannot be read beyond this line: {error}")
-                    self.problems.ends_early = True
+                    self._ends_early = True
                     break
                 if not line:
                     break
@@ -160,26 +142,22 @@ class Source:
                     yield number, line
         self.progress(1.0)
 
-    def parsed(self, parse: Callable[[bytes], Parsed]) -> Iterator[tuple[int, Parsed]]:
-        """Yields the numbers of ``lines`` and what ``parse`` returns for each; a line for which it raises ValueError is
-        skipped and counted. Raises TraceError, also if ``parse`` does."""
+    def parsed(self, parse: Callable[[bytes], Parsed]) -> Iterator[Parsed]:
+        """Yields what ``parse`` returns for each of ``lines``; a line for which it raises ValueError is skipped and
+        counted. Raises TraceError."""
         for number, line in self.lines():
             try:
-                found = parse(line)
-            except TraceError:
-                raise
+                yield parse(line)
             except ValueError as error:
                 self.problem(number, error)
-            else:
-                yield number, found
 
     def empty(self) -> NoReturn:
         """Raises TraceError that says why there is no request."""
-        if not self.problems.count:
+        if not self.num_problems:
             raise TraceError(f"{self.path}: the trace is empty: it has no request")
         raise TraceError(
-            f"{self.path}: read as {self.format or 'a trace'}, it has no valid request: {self.problems.count:,} "
-            f"invalid, the first: {self.problems.kept[0]}"
+            f"{self.path}: read as {self.format or 'a trace'}, it has no valid request: {self.num_problems:,} "
+            f"invalid, the first: {self.problems[0]}"
         )
 
 
@@ -290,11 +268,3 @@ def positive_or(block_tokens: int | None, default: int) -> int:
     if type(block_tokens) is not int or not 1 <= block_tokens <= MAX_TOKENS:
         raise TraceError("block_tokens", block_tokens, "must be a whole number, 1 or more")
     return block_tokens
-
-
-def units_in(size: int, unit: int, path: Path) -> int:
-    """Returns how many blocks of ``unit`` tokens, those of the file, a block of ``size`` tokens has. Raises
-    TraceError unless that is a whole number."""
-    if size % unit:
-        raise TraceError("block_tokens", size, f"blocks of {path.name} have {unit} tokens", "use a multiple of that")
-    return size // unit

@@ -52,7 +52,7 @@ def read(source: Source, block_tokens: int | None = None) -> Trace:
             ends[session] = at + output * OUTPUT_TOKEN_S
         return at, tokens, output, chain, None, session
 
-    for _, row in source.parsed(request):
+    for row in source.parsed(request):
         rows.add(*row)
     return source.trace(rows, size)
 

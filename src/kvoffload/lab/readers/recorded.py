@@ -40,7 +40,7 @@ def read(source: Source, block_tokens: int | None = None) -> Trace:
         try:
             data = parse_object(line)
             if HEADER in data:
-                source.problems.num_torn += is_torn
+                source.num_torn += is_torn
                 tokens = _check_header(data, f"{source.path}:{number}")
                 if header is not None and tokens != size:
                     raise TraceError(
@@ -66,7 +66,7 @@ def read(source: Source, block_tokens: int | None = None) -> Trace:
         except ValueError as error:
             source.problem(number, error)
             is_torn = not line.rstrip().endswith(b"}")
-    source.problems.num_torn += is_torn
+    source.num_torn += is_torn
     if header is None:
         source.empty()
     if block_tokens not in (None, size):
@@ -74,7 +74,7 @@ def read(source: Source, block_tokens: int | None = None) -> Trace:
     return source.trace(
         rows,
         size,
-        -min(starts),
+        min(starts),
         {
             **header,
             "starts": len(starts),

@@ -78,10 +78,6 @@ class MooncakeConfig(RemoteTierConfig):
     def memory_bytes(self) -> int:
         return self.segment_bytes
 
-    @property
-    def pins_memory(self) -> bool:
-        return self.protocol == "rdma"
-
     def settings(self, engines: int = 1) -> dict[str, Any]:
         available = available_memory()
         if self.segment_bytes > available:

@@ -73,11 +73,6 @@ class RemoteTierConfig(TierConfig):
     """Memory for the client itself, beside its imports, ``memory_bytes`` and the 48 MiB of any client. A process that
     takes more is ended: set it in a class whose client has large buffers."""
 
-    @property
-    def pins_memory(self) -> bool:
-        """Whether the client pins its own memory, for RDMA."""
-        return False
-
     def settings(self, engines: int = 1) -> Mapping[str, Any]:
         """Returns the argument of ``connect`` on a node with so many engines, plain JSON without secrets: by default
         ``prefix`` and the keys that only this kind of tier has. Raises ConfigError."""
