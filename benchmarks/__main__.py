@@ -12,8 +12,8 @@ import textwrap
 from pathlib import Path
 
 BENCHMARKS = (
-    *("calls", "managers", "copies", "disk", "engine", "handover", "hints", "object_store", "policies", "shared_dir"),
-    *("steps", "stores", "tenants", "ttft", "waiting"),
+    *("calls", "managers", "copies", "disk", "doors", "engine", "handover", "hints", "object_store", "policies"),
+    *("shared_dir", "steps", "stores", "tenants", "ttft", "waiting"),
 )
 
 

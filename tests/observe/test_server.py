@@ -19,6 +19,7 @@ import tempfile
 import threading
 import time
 import tracemalloc
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -217,6 +218,32 @@ def test_records_read_during_appends_are_consecutive(start: Start) -> None:
         last = reading.records[-1].time
 
 
+class Mutated(deque[RequestRecord]):
+    """A deque that seems to change during its next ``failures`` iterations."""
+
+    failures = 0
+
+    def __iter__(self) -> Iterator[RequestRecord]:
+        if self.failures:
+            self.failures -= 1
+            raise RuntimeError("deque mutated during iteration")
+        return super().__iter__()
+
+
+def test_a_disturbed_copy_is_retried_given_up_eventually_and_the_server_goes_on(
+    serve: Callable[..., RecordServer],
+) -> None:
+    ring = Mutated([record(1), record(2)])
+    serve(lambda: ring)
+    ring.failures = 10**6
+    with pytest.raises(RecordsError, match="without an answer"):
+        read_records(here(), TIMEOUT_S)
+    assert ring.failures > 0
+    ring.failures = 5
+    assert read_records(here(), TIMEOUT_S).records == [record(1), record(2)]
+    assert ring.failures == 0
+
+
 def test_a_client_that_never_reads_is_disconnected_after_the_deadline(
     serve: Callable[..., RecordServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -383,6 +410,17 @@ def test_a_server_that_another_user_has_made_a_directory_for_says_so(
         mine.rmdir() if mine.is_dir() and not mine.is_symlink() else mine.unlink()
 
 
+@only_as_root
+def test_the_runtime_directory_of_another_user_is_not_used(
+    serve: Callable[..., RecordServer], runtime_dir: Path
+) -> None:
+    """As of the session from which a server was started with su."""
+    os.chown(runtime_dir, 65534, 65534)
+    serve(lambda: [record(1)])
+    assert RunningServer(os.getpid(), "here", Path(f"/tmp/kvoffload-{os.geteuid()}")) in running_servers()
+    assert not list(runtime_dir.iterdir())
+
+
 def test_connecting_to_a_full_queue_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if many wanted the records at once."""
     pauses: list[float] = []
@@ -494,6 +532,25 @@ def test_an_answer_of_empty_lines_is_not_kept(answer: Answer) -> None:
 def test_a_silent_server_is_given_up_after_the_timeout() -> None:
     with listening("mute"), pytest.raises(RecordsError, match=r"\(mute\) does not answer: timed out"):
         read_records(here("mute"), 0.2)
+
+
+def test_malformed_socket_names_are_not_servers(monkeypatch: pytest.MonkeyPatch, runtime_dir: Path) -> None:
+    pid, home = os.getpid(), runtime_dir / "kvoffload"
+    names = [f"{pid}-", f"{pid}-a b", f"x{pid}-a", f"{pid}-\x1b[2J", f"{pid}/{pid}-a"]
+    hostile = f"{pid}-a\nx x x zzz x x x /kvoffload/{pid}-b\x1b[2J"
+    before = set(running_servers())
+    with contextlib.ExitStack() as stack:
+        for name in [*names, hostile]:
+            (home / name).parent.mkdir(0o700, parents=True, exist_ok=True)
+            sock = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            sock.bind(f"{home}/{name}")
+            sock.listen()
+        bound = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        bound.bind(f"{home}/{pid}-does-not-listen")
+        # The part of a name before a line break looks like one of ours, but nothing answers there.
+        assert {server for server in running_servers() if server.pid == pid} - before == {here("a")}
+    monkeypatch.setattr(records, "PROC_NET_UNIX", runtime_dir / "none")
+    assert running_servers() == []
 
 
 # Logs.
