@@ -13,9 +13,8 @@ from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.testing.tier_conformance import make_pools
-from kvoffload.tiering import events as events_module
-from kvoffload.tiering.events import TierEvents
-from kvoffload.tiering.guard import GuardedTier
+from kvoffload.tiering import guard
+from kvoffload.tiering.guard import GuardedTier, TierEvents
 from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings
 from kvoffload.tiers.disk.tier import DiskSettings, DiskTier
 from tests.sim.executor import SteppedExecutor
@@ -122,7 +121,7 @@ def test_a_block_found_in_a_shared_medium_is_announced_too() -> None:
 
 
 def test_pending_events_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events_module, "MAX_PENDING_EVENTS", 4)
+    monkeypatch.setattr(guard, "MAX_PENDING_EVENTS", 4)
     events = TierEvents(MemoryTier(make_pools(1, SLOT_BYTES), 1))
     names = [bytes([i]) for i in range(10)]
     events.ended([TierResult(name, False) for name in names])

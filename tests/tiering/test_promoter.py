@@ -8,7 +8,7 @@ import pytest
 
 from kvoffload.abc import BlockNotReadyError, KVGroup, LookupState, MissReason, OffloadKey, ReqContext
 from kvoffload.cache.admission import FilterReusedOffloadingManager
-from kvoffload.tiering import reads, waits
+from kvoffload.tiering import waits
 from kvoffload.tiering.health import MAX_FAILURES
 from kvoffload.tiering.waits import PROMOTION_SHARE
 from tests.counting import lines_of
@@ -342,7 +342,7 @@ def test_no_call_costs_more_because_of_the_promotions_that_are_queued() -> None:
 def test_a_tier_that_reads_nothing_lets_no_step_look_at_all_that_waits_for_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(reads, "MAX_READS", 1)
+    monkeypatch.setattr(waits, "MAX_READS", 1)
 
     def busy(num_requests: int) -> Rig:
         rig = Rig(host_blocks=64, tier_blocks=1 << 12, num_tiers=2, load_deadline_ms=1e9)

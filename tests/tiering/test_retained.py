@@ -351,32 +351,6 @@ def test_a_promised_state_that_never_comes_is_lost() -> None:
     assert rig.kept() == (5, 5)
 
 
-@pytest.mark.parametrize("is_retained", [True, False])
-def test_what_came_from_a_faster_disk_below_is_written_only_if_it_is_retained(
-    is_retained: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig = Rig({"a": 50}, {})
-    monkeypatch.setattr(rig.manager._origins, "_is_faster", lambda tier, other: other <= tier)
-    keys = rig.keys("a", 1, 8)
-    rig.disks[0].refuses = True
-    rig.serve(keys)
-    rig.wait(GIVE_UP_S + 1)
-    rig.manager.host.reset()
-    assert (rig.on_disk(keys, 0), rig.on_disk(keys, 1)) == (0, 8)
-    rig.disks[0].refuses = False
-    context = ReqContext("reader")
-    assert rig.manager.lookup(keys, context) is None
-    rig.wait(1)
-    assert rig.manager.lookup(keys, context) == 8
-    rig.manager.release_request(context)
-    rig.wait(1)
-    assert rig.on_disk(keys, 0) == 0
-    rig.serve(keys, retain(2) if is_retained else None)
-    rig.wait(1)
-    assert rig.on_disk(keys, 0) == 8 * is_retained
-    assert rig.kept() == (8 * is_retained, 0)
-
-
 def test_a_block_that_two_disks_wait_for_stays_until_both_have_it() -> None:
     """The session is retained in the first one, and then, since it has grown, in the other."""
     rig = Rig({"a": 8}, {"a": 50}, rates=[40.0, 1.0])

@@ -11,9 +11,9 @@ from kvoffload.abc import OffloadKey, ReqContext
 from kvoffload.cache.manager import LRUOffloadingManager
 from kvoffload.cache.slots import HostBackend
 from kvoffload.testing.tier_conformance import make_pools
-from kvoffload.tiering import requests
+from kvoffload.tiering import steps
 from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings
-from kvoffload.tiering.requests import RequestChains
+from kvoffload.tiering.steps import RequestChains
 from tests.clock import Clock
 from tests.sim.memory_tier import MemoryTier
 
@@ -25,7 +25,7 @@ def context(name: str = "r") -> ReqContext:
 
 
 def test_requests_that_never_end_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "MAX_REQUESTS", 2)
+    monkeypatch.setattr(steps, "MAX_REQUESTS", 2)
     chains = RequestChains((), 1, Clock())
     for name in "abc":
         assert chains.hold_back(np.array([1]), context(name))

@@ -243,7 +243,6 @@ class _HostPools:
             engine=self.engine.engine,
             engines=self.engine.engines,
             groups=self.layout.groups,
-            num_tokens=self.layout.chains.tokens,
         )
 
     def device_tokens(self, device_blocks: int) -> int:

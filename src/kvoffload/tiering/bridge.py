@@ -39,7 +39,6 @@ from kvoffload.tiering.bridge_copies import MAX_CHAIN_KEYS, STORE_SHARE
 from kvoffload.tiering.bridge_jobs import BridgeJob, JobEnd, Jobs, Page, RequestChain
 from kvoffload.tiering.bridge_thread import FIRST_DELAY_S, MAX_DELAY_S, BridgeThread
 from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings, TierSettings
-from kvoffload.tiering.plan import ChainLayout
 from kvoffload.tiers.config import TierConfig, TierContext, TierEntry
 from kvoffload.tiers.disk.format import is_fingerprint
 from kvoffload.tiers.opening import open_tiers
@@ -332,7 +331,6 @@ def build_bridge(
             engine=settings.engine,
             engines=settings.engines,
             groups=groups,
-            num_tokens=ChainLayout(groups).tokens,
         )
         below = open_tiers(entries, context, opened)
         host = PolicyOffloadingManager(

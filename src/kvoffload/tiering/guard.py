@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import reprlib
-from collections.abc import Callable, Collection, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import repeat
+from itertools import groupby, repeat
 from numbers import Real
 from operator import index
 from types import NoneType
@@ -16,6 +17,7 @@ import numpy as np
 
 from kvoffload.abc import (
     IntegrityError,
+    OffloadingEvent,
     OffloadKey,
     RetainRefusal,
     Slots,
@@ -27,8 +29,8 @@ from kvoffload.abc import (
     TierStats,
 )
 from kvoffload.abc.tier import MAX_PLACE_CHARS, MISS, PENDING, RETRY
+from kvoffload.cache.history import MAX_PENDING_EVENTS
 from kvoffload.cache.tenants import MAX_TENANTS
-from kvoffload.tiering.events import TierEvents
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +39,57 @@ MAX_AMOUNT = 1 << 62
 ALWAYS_ASKED = ("reset", "close")
 """The methods that are called although the tier has a fault. So is ``poll``."""
 
+STORAGE_MEDIUM = "STORAGE"
+"""The medium of every lower tier, as vLLM names it. Events distinguish tiers by their names."""
 _CANNOT_RETAIN: RetainRefusal | None = RetainRefusal.NO_QUOTA
 
 Answer = TypeVar("Answer")
+
+
+class TierEvents:
+    """The events of ``tier``, in order, at most MAX_PENDING_EVENTS blocks of them: beyond it the oldest are lost.
+
+    A block is announced when its write has ended well, also if a shared medium held it already, and when it was read,
+    so that a router learns of blocks that the tier held before this process started. What has left is announced before
+    what has ended, because a block that ends now was given to the tier before, and may have left before that.
+    """
+
+    def __init__(self, tier: Tier) -> None:
+        self._tier = tier
+        self._pending: deque[tuple[OffloadKey, bool]] = deque(maxlen=MAX_PENDING_EVENTS)
+        """Blocks, and whether they have left."""
+        self._deleted: list[OffloadKey] = []
+        tier.take_evicted()
+
+    def deleted(self, keys: Sequence[OffloadKey]) -> None:
+        """Notes that the tier was given ``keys`` to delete."""
+        self._deleted += keys
+        if len(self._deleted) > MAX_PENDING_EVENTS:
+            self._flush([])
+
+    def ended(self, results: Iterable[TierResult]) -> None:
+        """Takes in what ``poll`` of the tier has reported."""
+        ok = []
+        for result in results:
+            if result.ok:
+                ok.append(result.key)
+            elif result.is_read and result.error in (TierError.CORRUPT, TierError.GONE):
+                self._deleted.append(result.key)
+        self._flush(ok)
+
+    def _flush(self, stored: list[OffloadKey]) -> None:
+        left, self._deleted = [*self._deleted, *self._tier.take_evicted()], []
+        if left:
+            self._pending.extend((key, True) for key in dict.fromkeys(left[-MAX_PENDING_EVENTS:]))
+        if stored:
+            self._pending.extend((key, False) for key in stored)
+
+    def take(self) -> Iterator[OffloadingEvent]:
+        """Yields the events since the last call."""
+        pending = [self._pending.popleft() for _ in range(len(self._pending))]
+        for removed, blocks in groupby(pending, key=lambda each: each[1]):
+            keys = [key for key, _ in blocks]
+            yield OffloadingEvent(keys, STORAGE_MEDIUM, removed, tier=self._tier.name, is_shared=self._tier.is_shared)
 
 
 class GuardedTier(Tier):

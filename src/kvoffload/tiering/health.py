@@ -13,10 +13,10 @@ import math
 import random
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
 
-from kvoffload.abc import Ability, OffloadKey, TierError
-from kvoffload.tiering.events import Count, TierGauges
+from kvoffload.abc import Ability, OffloadKey, Tier, TierError, TierStats
+from kvoffload.cache.bills import TenantCounts
+from kvoffload.cache.manager import READ_STATE_EVERY_S
 from kvoffload.tiering.guard import GuardedTier
 from kvoffload.tiering.rates import Ended, ReadEstimator
 from kvoffload.tiering.waits import ReadBatch, Wait
@@ -310,13 +310,27 @@ class OpenQuestions:
         return is_late, len(failed)
 
 
-class Deadlines(NamedTuple):
-    """How long requests wait for a tier."""
+class TierGauges:
+    """The sizes of ``tier`` and of its tenants, by names of METRICS."""
 
-    load_s: float
-    """For its reads."""
-    lookup_s: float
-    """Until it says whether it holds a block."""
+    def __init__(self, tier: Tier) -> None:
+        self._tier = tier
+        self._num_evicted = 0
+        """Blocks that it had evicted when that was last counted."""
+        self._tenants = TenantCounts(tier.name)
+        self._tenants_at = float("-inf")
+        """When the counts of its tenants are read again."""
+
+    def take(self, stats: TierStats, count: Callable[[str, float], None], now: float) -> dict[str, float]:
+        """``stats``: those of the tier. Its evictions since the last call are added to ``count``."""
+        count("evicted_blocks", stats.num_evicted - self._num_evicted)
+        self._num_evicted = stats.num_evicted
+        sizes = {"blocks": stats.num_blocks, "used_bytes": stats.used_bytes, "capacity_bytes": stats.capacity_bytes}
+        gauges = {f"tier_{name}:{self._tier.name}": float(size) for name, size in sizes.items() if size is not None}
+        if now >= self._tenants_at:
+            self._tenants_at = now + READ_STATE_EVERY_S
+            gauges |= self._tenants.take(self._tier.tenant_uses(), self._tier.block_bytes, now)
+        return gauges
 
 
 class TierState:
@@ -331,9 +345,9 @@ class TierState:
         index: int,
         tier: GuardedTier,
         writes: WriteThrough,
-        estimator: ReadEstimator,
-        deadlines: Deadlines,
-        count: Count,
+        load_deadline_s: float,
+        lookup_deadline_s: float,
+        count: Callable[[str, float], None],
         random: Callable[[], float],
     ) -> None:
         self.index = index
@@ -341,11 +355,11 @@ class TierState:
         self.name = tier.name
         self.writes = writes
         self.count = count
-        self.read_health = CircuitBreaker(self.name, Ability.READ, deadlines.load_s, random)
-        write_s = max(deadlines.load_s, WRITE_DEADLINE_S)
+        self.read_health = CircuitBreaker(self.name, Ability.READ, load_deadline_s, random)
+        write_s = max(load_deadline_s, WRITE_DEADLINE_S)
         self.write_health = CircuitBreaker(self.name, Ability.WRITE, write_s, random)
-        self.estimator = estimator
-        self.questions = OpenQuestions(deadlines.lookup_s)
+        self.estimator = ReadEstimator(tier.block_bytes)
+        self.questions = OpenQuestions(lookup_deadline_s)
         self.reads: dict[OffloadKey, ReadBatch] = {}
         """Blocks under way from the tier to the host."""
         self.probe: OffloadKey | None = None

@@ -20,13 +20,15 @@ from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.misses import MissMemory
 from kvoffload.tiering.health import TierState
 from kvoffload.tiering.plan import ChainLayout
-from kvoffload.tiering.rates import LoadOrCompute
+from kvoffload.tiering.rates import MovingRate, ReadEstimator
 from kvoffload.tiering.waits import PROMOTION_SHARE, Wait, Waits
 
 LOOK_AGAIN_S = 0.005
 """The least time between two looks for a block that another server hands over."""
 LOOK_AGAIN_SHARE = 0.25
 """The share of the time for which the request has waited, after which the tier looks again if that is longer."""
+RATE_TTL_S = 30.0
+"""A measured read rate is trusted for this long. After that, one run of blocks is loaded to measure it again."""
 FIRST_CHUNK = 256
 """Keys that are looked up at once at first; doubled while all are found."""
 
@@ -39,10 +41,6 @@ class Located(NamedTuple):
 
     keys: list[OffloadKey]
     sources: Sources
-
-    @property
-    def by_key(self) -> dict[OffloadKey, int]:
-        return dict(zip(self.keys, self.sources.tolist(), strict=True))
 
 
 NONE = Located([], np.zeros(0, dtype=np.int8))
@@ -68,7 +66,9 @@ class TierSearch:
 
 
 class LoadGate:
-    """Judges what was found: by the room that ``waits`` have, by ``rates``, and by what tiers read before it.
+    """Judges what was found: by the room that ``waits`` have, and by which is faster, to load it or to compute its
+    tokens, as far as that is known. ``tokens_per_block``: per KV cache group, the tokens that one loaded block saves;
+    None: everything is loaded.
 
     A state saves nothing by itself. So it is first compared with all tokens up to it, and then the KV of these tokens
     is judged together with the states that the request wants.
@@ -80,15 +80,17 @@ class LoadGate:
         tiers: Sequence[TierState],
         groups: Sequence[KVGroup],
         waits: Waits,
-        rates: LoadOrCompute,
+        tokens_per_block: Sequence[float] | None,
         reasons: MissMemory,
     ) -> None:
+        self.prefill = MovingRate()
+        """How many tokens of prompts the engine computes per second."""
         self._host = host
         self._tiers = tiers
         self._layout = ChainLayout(groups)
         self._num_full = max(1, sum(group.is_full for group in groups))
         self._waits = waits
-        self.rates = rates
+        self._tokens_per_block = tokens_per_block
         self._reasons = reasons
 
     def search(self, now: float, wait: Wait | None = None, awaited: Awaited | None = None) -> TierSearch:
@@ -116,30 +118,29 @@ class LoadGate:
             if self._layout.num_states:
                 groups = [self._layout.groups[key_group_idx(key)] for key in own]
                 num_states.append(sum(group.state for group in groups) / self._num_full)
-        num_loaded = self.rates.num_worth_loading(
-            key_group_idx(below.keys[0]),
-            below.sources,
-            num_ahead,
-            [tier.estimator for tier in search.tiers],
-            search.now,
-            num_states or None,
-        )
+        num_loaded, computing = len(below.keys), self._seconds_to_compute(key_group_idx(below.keys[0]))
+        if computing is not None:
+            estimators = [tier.estimator for tier in search.tiers]
+            num_loaded = num_worth_loading(computing, below.sources, num_ahead, estimators, search.now, num_states)
         search.reasons.record(below.keys[num_loaded : num_loaded + 1], MissReason.FASTER_TO_COMPUTE)
         if not num_loaded and wait is not None:
             self._waits.end(wait)
         return Located(below.keys[:num_loaded], below.sources[:num_loaded])
 
+    def _seconds_to_compute(self, group: int) -> float | None:
+        """Returns how long the tokens of a block take, or None if that is unknown or does not matter."""
+        return None if self._tokens_per_block is None else self.prefill.seconds_for(self._tokens_per_block[group])
+
     def is_state_worth_loading(self, search: TierSearch, state: Located, num_units: int) -> bool:
         """Returns whether a state in a tier takes less time to load than the tokens of ``num_units`` to compute, which
         lie between it and the last one in the host."""
         tier = search.tiers[int(state.sources[0])]
-        is_worth = self.rates.is_worth_loading(
-            num_units * self._layout.unit_tokens,
-            self._layout.num_states,
-            self._num_ahead(tier),
-            tier.estimator,
-            search.now,
-        )
+        num_ahead = self._num_ahead(tier)
+        computing = self.prefill.seconds_for(num_units * self._layout.unit_tokens)
+        loading = _seconds_per_block(tier.estimator, num_ahead, search.now)
+        if self._tokens_per_block is None or computing is None or loading is None:
+            return True
+        is_worth = (num_ahead + self._layout.num_states) * loading <= computing
         if not is_worth:
             search.reasons.record(state.keys, MissReason.FASTER_TO_COMPUTE)
         return is_worth
@@ -329,6 +330,42 @@ def _until_handed_over(
         states = states.copy()
         states[lacking] = RETRY
     return states
+
+
+def num_worth_loading(
+    computing: float,
+    sources: Sources,
+    num_ahead: Sequence[int],
+    estimators: Sequence[ReadEstimator],
+    now: float,
+    num_states: Sequence[float] = (),
+) -> int:
+    """Returns how many leading blocks of a run are to be loaded, so that loading these and computing the rest, each
+    block in ``computing`` seconds, takes the least time, as far as that is known.
+
+    ``sources[i]`` is the index of the tier that holds block i. Tier t reads ``num_ahead[t]`` blocks before; tiers read
+    at the same time. With ``num_states`` a request can resume at the end of the run only, so all of it is loaded or
+    nothing, and tier t reads ``num_states[t]`` states for it.
+    """
+    num_blocks = len(sources)
+    loading = np.zeros(num_blocks + 1)
+    """Seconds, by number of blocks that are loaded."""
+    for index, (estimator, ahead) in enumerate(zip(estimators, num_ahead, strict=True)):
+        seconds_per_block = _seconds_per_block(estimator, ahead, now)
+        if seconds_per_block:
+            num_read = np.cumsum(sources == index) + (num_states[index] if num_states else 0)
+            seconds = np.where(num_read > 0, (ahead + num_read) * seconds_per_block, 0.0)
+            loading[1:] = np.maximum(loading[1:], seconds)
+    total = loading - np.arange(num_blocks + 1) * computing
+    if num_states:
+        return num_blocks if total[-1] <= 0 else 0
+    return num_blocks - int(np.argmin(total[::-1]))
+
+
+def _seconds_per_block(estimator: ReadEstimator, num_ahead: int, now: float) -> float | None:
+    """Returns how long a tier takes to read a block, or None if that is to be measured."""
+    is_outdated = num_ahead == 0 and now - estimator.measured_at > RATE_TTL_S
+    return None if is_outdated else estimator.seconds_to_read(1)
 
 
 def explain_miss(key: OffloadKey, host: Miss, own: Miss, tiers: Sequence[TierState]) -> Miss:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import random
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import compress
 
 import numpy as np
@@ -38,14 +40,12 @@ from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.misses import MissMemory
 from kvoffload.cache.tenants import Tenants
 from kvoffload.tiering.chains import BACKLOG_SHARE
-from kvoffload.tiering.events import TierCounts
 from kvoffload.tiering.guard import GuardedTier
-from kvoffload.tiering.health import Deadlines, TierState
+from kvoffload.tiering.health import TierState
 from kvoffload.tiering.lookup import LoadGate, explain_miss, find_hit, states_below
 from kvoffload.tiering.prefetch import Prefetcher
-from kvoffload.tiering.rates import LoadOrCompute, Origins, ReadEstimator, by_direction
-from kvoffload.tiering.requests import RequestChains
-from kvoffload.tiering.steps import TierSteps
+from kvoffload.tiering.rates import by_direction
+from kvoffload.tiering.steps import RequestChains, TierSteps
 from kvoffload.tiering.unwritten import UnwrittenPins
 from kvoffload.tiering.waits import Waits, WaitState
 from kvoffload.tiering.writes import WriteSettings, WriteThrough
@@ -117,22 +117,22 @@ class TieredOffloadingManager(TieredManager):
         random: Callable[[], float] = random.random,
     ) -> None:
         self.host = host
-        self._counts = TierCounts()
-        self._origins = Origins()
+        self._counts = defaultdict[str, float](float)
+        """Counts since the last ``take_counts``, by names of METRICS: "NAME", or "NAME:TIER"."""
         self._clock = clock
         guarded = [GuardedTier(tier, host.history.has_events) for tier in tiers]
         self._unwritten = UnwrittenPins(host, guarded, clock, settings.tenants)
-        self.tiers = _make_states(host, guarded, settings, self._unwritten, self._counts, self._origins, clock, random)
+        self.tiers = _make_states(host, guarded, settings, self._unwritten, self._counts, clock, random)
         """State of each tier; read only."""
         self._reasons = MissMemory(clock=clock)
-        self._waits = Waits(host, self.tiers, settings.load_deadline_ms / 1000, self._counts.add, self._reasons, clock)
-        rates = LoadOrCompute(settings.tokens_per_block, always_load=not settings.load_only_if_faster)
-        self._gate = LoadGate(host, self.tiers, settings.kv_groups, self._waits, rates, self._reasons)
+        self._waits = Waits(host, self.tiers, settings.load_deadline_ms / 1000, self._counts, self._reasons, clock)
+        saved = settings.tokens_per_block if settings.load_only_if_faster else None
+        self._gate = LoadGate(host, self.tiers, settings.kv_groups, self._waits, saved, self._reasons)
         max_writing = max(1, int(host.num_blocks * settings.write_share) // max(1, len(tiers)))
         self._chains = RequestChains(self.tiers, max_writing, clock)
         moved = MovedBytes(settings.tenants) if settings.tenants is not None and settings.tenants.names else None
-        self._steps = TierSteps(host, self.tiers, self._waits, self._chains, self._origins, moved, clock)
-        self.prefetcher = Prefetcher(host, self._waits, self._gate, self._counts.add, clock, self._steps.on_device)
+        self._steps = TierSteps(host, self.tiers, self._waits, self._chains, moved, clock)
+        self.prefetcher = Prefetcher(host, self._waits, self._gate, self._counts, clock, self._steps.on_device)
 
     # Lookup. ``lookup`` is the contract's: it calls ``lookup_each`` with Need.RUN.
 
@@ -152,7 +152,8 @@ class TieredOffloadingManager(TieredManager):
         states, coming = find_hit(search, keys, need)
         self._steps.may_change |= search.is_unanswered
         if coming.keys:
-            self._chains.waits(self._waits.begin(coming.by_key, req_context))
+            wanted = dict(zip(coming.keys, coming.sources.tolist(), strict=True))
+            self._chains.waits(self._waits.begin(wanted, req_context))
         return states
 
     def states(self, keys: Sequence[OffloadKey], chain: Sequence[OffloadKey] = ()) -> States:
@@ -169,7 +170,7 @@ class TieredOffloadingManager(TieredManager):
         return states
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
-        self._gate.rates.observe_prefill(num_tokens, seconds)
+        self._gate.prefill.add(num_tokens, seconds)
 
     def release_request(self, req_context: ReqContext) -> Mapping[str, Sequence[OffloadKey]]:
         if self.prefetcher.expected:
@@ -305,7 +306,6 @@ class TieredOffloadingManager(TieredManager):
         self.host.complete_store(blocks, req_context, success)
         if success:
             keys = self.host.table.loadable_keys(blocks.slots) if isinstance(blocks, LoadStoreSpec) else blocks
-            self._origins.forget(keys)
             if self._unwritten.slots:
                 self._unwritten.entered(keys)
             for tier in self.tiers:
@@ -333,7 +333,9 @@ class TieredOffloadingManager(TieredManager):
     def take_counts(self) -> Mapping[str, float]:
         now, moved = self._clock(), {} if self._steps.moved is None else self._steps.moved.take()
         gauges = [each for tier in self.tiers for each in tier.take_gauges(now).items()]
-        return {**self.host.take_counts(), **self._counts.take(), **moved, **dict(gauges)}
+        counts = {name: count for name, count in self._counts.items() if count}
+        self._counts.clear()
+        return {**self.host.take_counts(), **counts, **moved, **dict(gauges)}
 
     def explain_miss(self, key: OffloadKey) -> Miss:
         return explain_miss(key, self.host.explain_miss(key), self._reasons.explain(key), self.tiers)
@@ -409,20 +411,20 @@ def _make_states(
     tiers: Sequence[GuardedTier],
     settings: TieringSettings,
     unwritten: UnwrittenPins,
-    counts: TierCounts,
-    origins: Origins,
+    counts: defaultdict[str, float],
     clock: Callable[[], float],
     random: Callable[[], float],
 ) -> tuple[TierState, ...]:
     states = []
     for i, tier in enumerate(tiers):
         own = settings.tiers[i] if settings.tiers else TierSettings()
-        count = counts.of(tier.name)
-        estimator = ReadEstimator(tier.block_bytes)
-        is_worth = origins.add_tier(estimator) if len(tiers) > 1 else None
-        which = WriteSettings(settings.kv_groups, own.admission, is_worth, settings.backlog_share)
+        count = partial(_count, counts, tier.name)
+        which = WriteSettings(settings.kv_groups, own.admission, settings.backlog_share)
         writes = WriteThrough(host, tier, which, unwritten.of_tiers[i], count, clock)
         lookup_ms = settings.lookup_deadline_ms if own.lookup_deadline_ms is None else own.lookup_deadline_ms
-        deadlines = Deadlines(settings.load_deadline_ms / 1000, lookup_ms / 1000)
-        states.append(TierState(i, tier, writes, estimator, deadlines, count, random))
+        states.append(TierState(i, tier, writes, settings.load_deadline_ms / 1000, lookup_ms / 1000, count, random))
     return tuple(states)
+
+
+def _count(counts: defaultdict[str, float], tier: str, name: str, amount: float) -> None:
+    counts[f"tier_{name}:{tier}"] += amount

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,7 +16,6 @@ from kvoffload.abc import IntegrityError, Need, OffloadKey, ReqContext
 from kvoffload.abc.tier import HIT
 from kvoffload.cache.keys import NAMESPACE_BYTES, seem_of_several_groups
 from kvoffload.cache.manager import PolicyOffloadingManager
-from kvoffload.tiering.events import Count
 from kvoffload.tiering.lookup import LoadGate, find_hit
 from kvoffload.tiering.rates import MovingRate
 from kvoffload.tiering.waits import Waits
@@ -35,12 +34,6 @@ QUEUED_S = 10.0
 HELD_SHARE = 0.5
 """At most this share of what a tenant can have in the host, and of the blocks that nothing else pins, is held for
 expected uses. So as many blocks as are held can leave for stores, loads and promotions."""
-LEAST_USED = 0.5
-"""If less of what was read of late was used, the estimates of clients are of no use: then only one chain of PROBE_EVERY
-is prefetched."""
-PROBE_EVERY = 16
-JUDGED_BLOCKS = 1024
-"""So many blocks are judged before the older ones count half."""
 SWEEP_EVERY_S = 0.5
 """How often blocks whose time is over are looked for."""
 BATCH_S = 0.01
@@ -54,8 +47,6 @@ MAX_LOOKS = 8
 """Chains that one step looks at."""
 PIECE = 1024
 """Keys that are looked up for a batch, after the first one of a chain."""
-MAX_JUDGED = 64
-"""Tenants of whom is known how much of what was read was used."""
 TIME_SHARE = 0.5
 """Tiers are read for at most this share of the time."""
 
@@ -152,7 +143,7 @@ class ExpectedChains:
 
 
 class PrefetchedBlocks:
-    """What was prefetched into ``host`` is pinned until its use or the end of its time, and judged by that."""
+    """What was prefetched into ``host`` is pinned until its use or the end of its time."""
 
     def __init__(self, host: PolicyOffloadingManager) -> None:
         self._host = host
@@ -161,9 +152,6 @@ class PrefetchedBlocks:
         self._num_held: Counter[bytes] = Counter()
         """By the namespace of their tenant."""
         self.most = int(host.num_blocks * HELD_SHARE)
-        self._judged: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
-        """By the namespace of their tenant, how many blocks that were read were used, and how many were not, weighted.
-        The tenant that was judged last is the last one."""
         self._sweep_at = -math.inf
         """When blocks whose time is over are looked for again."""
 
@@ -177,7 +165,6 @@ class PrefetchedBlocks:
     def use(self, keys: Collection[OffloadKey]) -> int:
         """Takes note of a request that uses ``keys``. Returns how many of them were held."""
         used = [key for key in keys if key in self.held]
-        self.judge(used, is_used=True)
         self.let_go(used)
         return len(used)
 
@@ -187,30 +174,12 @@ class PrefetchedBlocks:
             self.let_go(list(itertools.islice(reversed(self.held), self._num_excess)))
         if now >= self._sweep_at:
             self._sweep_at = now + SWEEP_EVERY_S
-            late = [key for key, (_, until) in self.held.items() if until < now]
-            self.judge(late, is_used=False)
-            self.let_go(late)
+            self.let_go([key for key, (_, until) in self.held.items() if until < now])
 
     def room(self, key: OffloadKey) -> int:
         """Returns how many more blocks of the tenant of ``key`` may be held."""
         most = int(self._host.most_blocks(key) * HELD_SHARE)
         return max(0, min(-self._num_excess, most - self._num_held[key[:NAMESPACE_BYTES]]))
-
-    def judge(self, keys: Sequence[OffloadKey], is_used: bool) -> None:
-        """Takes note of blocks that were read and used, or not."""
-        for tenant, num_blocks in Counter(key[:NAMESPACE_BYTES] for key in keys).items():
-            used, wasted = self._judged.pop(tenant, (0, 0))
-            used, wasted = (used + num_blocks, wasted) if is_used else (used, wasted + num_blocks)
-            if used + wasted > JUDGED_BLOCKS:
-                used, wasted = used // 2, wasted // 2
-            self._judged[tenant] = used, wasted
-        while len(self._judged) > MAX_JUDGED:
-            self._judged.popitem(last=False)
-
-    def are_worth_it(self, key: OffloadKey) -> bool:
-        """Whether enough of what was read of late for the tenant of ``key`` was used."""
-        used, wasted = self._judged.get(key[:NAMESPACE_BYTES], (0, 0))
-        return used >= LEAST_USED * (used + wasted)
 
     def let_go(self, keys: Collection[OffloadKey]) -> None:
         """Unpins those of ``keys`` that are held."""
@@ -245,14 +214,14 @@ class Prefetcher:
         host: PolicyOffloadingManager,
         waits: Waits,
         gate: LoadGate,
-        count: Count,
+        counts: defaultdict[str, float],
         clock: Callable[[], float],
         on_device: Collection[OffloadKey],
     ) -> None:
         self._host = host
         self._waits = waits
         self._gate = gate
-        self._count = count
+        self._counts = counts
         self._clock = clock
         self._on_device = on_device
         self.chains = ExpectedChains(KEYS_PER_BLOCK * host.num_blocks)
@@ -280,19 +249,18 @@ class Prefetcher:
             return
         name = context.req_id if hints.session is None else hints.session
         self.chains.forget(name)
-        number = next(self._order)
-        returns_in = hints.likely_return_s
-        if returns_in is not None and keys and (self.blocks.are_worth_it(keys[0]) or number % PROBE_EVERY == 0):
-            returns_at = self._clock() + returns_in
-            self._add(name, keys, number, returns_at, returns_at + LEAD_S)
+        if hints.likely_return_s is not None:
+            returns_at = self._clock() + hints.likely_return_s
+            self._add(name, keys, returns_at, returns_at + LEAD_S)
 
     def expect_now(self, keys: Sequence[OffloadKey], context: ReqContext) -> None:
         """Takes note of a request that waits in the engine's queue and will use the chain ``keys``."""
         now = self._clock()
         self.forget(context)
-        self._add(context.req_id, keys, next(self._order), now, now + QUEUED_S)
+        self._add(context.req_id, keys, now, now + QUEUED_S)
 
-    def _add(self, name: int | str, keys: Sequence[OffloadKey], number: int, returns_at: float, until: float) -> None:
+    def _add(self, name: int | str, keys: Sequence[OffloadKey], returns_at: float, until: float) -> None:
+        number = next(self._order)
         if keys and self.blocks.most and len(keys) <= self.chains.max_keys and not seem_of_several_groups(keys):
             chain = _Expected(name, list(keys), ReqContext(f"\0prefetch {number}"), number, returns_at, until)
             self.chains.add(chain, self._due(returns_at, len(keys)))
@@ -312,7 +280,7 @@ class Prefetcher:
         if context is not None:
             self.forget(context)
         if self.held:
-            self._count("prefetched_used_blocks", self.blocks.use(keys))
+            self._counts["prefetched_used_blocks"] += self.blocks.use(keys)
 
     def clear(self) -> None:
         """Nothing is expected any more."""
@@ -378,7 +346,7 @@ class Prefetcher:
         n = tier.estimator.num_blocks_within(BATCH_S, max(1, min(BATCH_BLOCKS, BATCH_BYTES // tier.tier.block_bytes)))
         n = min(n, len(found.keys), room)
         chain.begins_at = begins_at + keys.index(found.keys[n - 1]) + 1
-        self._waits.begin(dict(itertools.islice(found.by_key.items(), n)), chain.context)
+        self._waits.begin(dict(zip(found.keys[:n], found.sources[:n].tolist(), strict=True)), chain.context)
         self.reading = _Batch(chain, now, tier.estimator.seconds_to_read(n) or 0.0)
         return now
 
@@ -394,7 +362,7 @@ class Prefetcher:
             # Otherwise its session has returned meanwhile, and its request waits for what is being read.
             self.blocks.hold(arrived, chain.until)
         self._waits.release(chain.context)
-        self._count("prefetched_blocks", len(arrived))
+        self._counts["prefetched_blocks"] += len(arrived)
         self._not_before = began + (seconds or now - began) / TIME_SHARE
         self._pace.add(len(arrived), max(now, self._not_before) - began)
         if not arrived:

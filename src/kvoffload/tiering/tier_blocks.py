@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -14,24 +14,12 @@ from kvoffload.tiering.plan import Bools, ChainLayout, unreachable
 
 
 class TierBlocks:
-    """What ``tier`` holds of chains, and the blocks of ``host`` that it is writing, which are pinned there.
+    """What ``tier`` holds of chains, and the blocks of ``host`` that it is writing, which are pinned there."""
 
-    ``is_worth`` returns which blocks are worth writing to this tier, beside those of ``promised``; None: all are.
-    """
-
-    def __init__(
-        self,
-        host: PolicyOffloadingManager,
-        tier: Tier,
-        layout: ChainLayout,
-        is_worth: Callable[[Sequence[OffloadKey]], Bools] | None,
-        promised: Collection[OffloadKey],
-    ) -> None:
+    def __init__(self, host: PolicyOffloadingManager, tier: Tier, layout: ChainLayout) -> None:
         self._host = host
         self._tier = tier
         self._layout = layout
-        self._is_worth = is_worth
-        self._promised = promised
         self.history_of: dict[OffloadKey, WriteLog] = {}
         """Blocks that the tier has not reported yet, and the requests that they are written for."""
         self._slots: dict[OffloadKey, int] = {}
@@ -92,8 +80,6 @@ class TierBlocks:
         names = [keys[i] for i in absent.tolist()]
         if names:
             available[absent] = (self._host.table.states(names) == HIT) & ~self.are_under_way(names)
-            if self._is_worth is not None:
-                available[absent] &= self._is_worth(names) | _among(names, self._promised)
         return in_tier, available
 
     @property

@@ -22,7 +22,6 @@ from kvoffload.abc import (
 from kvoffload.abc.tier import HIT, MISS, PENDING
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.tiering.chains import BACKLOG_SHARE, Backlog, Chain, ChainState, WriteLog, WriteOutcome
-from kvoffload.tiering.events import Count
 from kvoffload.tiering.plan import Bools, ChainLayout, WritePlan, plan_writes
 from kvoffload.tiering.rates import Ended
 from kvoffload.tiering.tier_blocks import TierBlocks
@@ -84,8 +83,6 @@ class WriteSettings:
     """The KV cache groups that keys name."""
     admission: Admission | None = None
     """Only leading blocks of a chain that it accepts are written. None: it accepts all."""
-    is_worth: Callable[[Sequence[OffloadKey]], Bools] | None = None
-    """Returns which blocks are worth writing to this tier. None: all are."""
     backlog_share: float = BACKLOG_SHARE
     """Keys in the backlog, as a multiple of the host's blocks."""
 
@@ -145,7 +142,7 @@ class WriteThrough:
         tier: Tier,
         settings: WriteSettings,
         promised: PromisedBlocks,
-        count: Count,
+        count: Callable[[str, float], None],
         clock: Callable[[], float],
     ) -> None:
         self._host = host
@@ -155,7 +152,7 @@ class WriteThrough:
         self._count = count
         self._clock = clock
         self._limits = ChainLimits(tier, self._layout, settings.admission)
-        self._blocks = TierBlocks(host, tier, self._layout, settings.is_worth, promised.deadlines)
+        self._blocks = TierBlocks(host, tier, self._layout)
         self.writing: KeysView[OffloadKey] = self._blocks.history_of.keys()
         """Blocks that the tier has not reported yet, each with a pin in the host."""
         # Chains name a state for every unit; hardly any of them exist.
@@ -422,7 +419,7 @@ class WriteThrough:
                         raise IntegrityError("a chain is written behind a hole")
 
 
-def _count_results(writes: Ended, count: Count) -> None:
+def _count_results(writes: Ended, count: Callable[[str, float], None]) -> None:
     # Those of no bytes were held by a shared medium already.
     written = [nbytes for nbytes, error in zip(writes.nbytes, writes.errors, strict=True) if nbytes and not error]
     num_ok, num_gone = writes.errors.count(None), writes.errors.count(TierError.GONE)
