@@ -285,16 +285,6 @@ def test_what_waits_already_does_not_count_again_when_it_is_renewed() -> None:
     assert rig.serve(keys, retain(2)) == Retained(RetainRefusal.NOT_WRITTEN)
 
 
-def test_each_tenant_that_may_retain_has_an_equal_part_of_what_may_wait() -> None:
-    rig = Rig({"a": 50, "b": 50}, rates=[1.0])
-    part = rig.manager._unwritten.most // 2
-    assert rig.serve(rig.keys("a", 1, part + 1), retain(2)) == Retained(RetainRefusal.NOT_WRITTEN)
-    for name in "ab":
-        assert rig.serve(rig.keys(name, 2, part), retain(3)) == Retained(None, "disk-0", part)
-        assert rig.serve(rig.keys(name, 4, 1), retain(5)) == Retained(RetainRefusal.NOT_WRITTEN)
-    assert rig.serve(rig.keys("other", 6, 1), retain(7)) == Retained(RetainRefusal.NO_QUOTA)
-
-
 def test_what_is_handed_over_waits_within_the_same_bounds() -> None:
     rig = Rig({}, rates=[0.1])
     rig.manager.tiers[0].tier.is_shared = True
@@ -306,7 +296,6 @@ def test_what_is_handed_over_waits_within_the_same_bounds() -> None:
         assert rig.manager.hand_over(keys[:num_blocks]) == (places, min(num_blocks, pins.most))
         assert list(pins.slots) == keys[: min(num_blocks, pins.most)]
         rig.manager.check_integrity()
-    assert rig.serve(rig.keys("b", 2, 1), retain(3)) == Retained(RetainRefusal.NO_QUOTA)
 
 
 def test_however_often_a_waiting_chain_is_renewed_only_one_comes_first() -> None:

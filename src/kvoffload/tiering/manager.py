@@ -121,7 +121,7 @@ class TieredOffloadingManager(TieredManager):
         """Counts since the last ``take_counts``, by names of METRICS: "NAME", or "NAME:TIER"."""
         self._clock = clock
         guarded = [GuardedTier(tier, host.history.has_events) for tier in tiers]
-        self._unwritten = UnwrittenPins(host, guarded, clock, settings.tenants)
+        self._unwritten = UnwrittenPins(host, guarded, clock)
         self.tiers = _make_states(host, guarded, settings, self._unwritten, self._counts, clock, random)
         """State of each tier; read only."""
         self._reasons = MissMemory(clock=clock)
