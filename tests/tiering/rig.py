@@ -194,7 +194,7 @@ class Rig:
         self.manager = TieredOffloadingManager(
             self.host,
             self.tiers,
-            TieringSettings([16.0] * len(groups), groups=groups, **options),
+            TieringSettings(groups, **options),
             clock=self.clock,
             random=lambda: 0.0,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from kvoffload.abc import Hints, OffloadKey, ReqContext
+from kvoffload.abc import Hints, KVGroup, OffloadKey, ReqContext
 from kvoffload.cache.hints import MAX_DROPPED
 from kvoffload.cache.keys import make_offload_key, namespace
 from kvoffload.cache.manager import READ_STATE_EVERY_S, PolicyOffloadingManager
@@ -34,7 +34,7 @@ def make(clock: Clock) -> tuple[TieredOffloadingManager, Tenants, Disk]:
         HostBackend(16, NUM_BLOCKS), make_policy("lru", NUM_BLOCKS, shares), must_store=True, clock=clock
     )
     disk = Disk(DISK_BLOCKS, BLOCK_BYTES, "lru", clock, shares=tenants.shares("disk", DISK_BLOCKS, BLOCK_BYTES))
-    settings = TieringSettings([16.0], load_only_if_faster=False, tenants=tenants)
+    settings = TieringSettings([KVGroup(16)], load_only_if_faster=False, tenants=tenants)
     return TieredOffloadingManager(host, [disk], settings, clock=clock), tenants, disk
 
 

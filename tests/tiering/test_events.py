@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvoffload.abc import OffloadingEvent, OffloadKey, Tier, TierError, TierResult
+from kvoffload.abc import KVGroup, OffloadingEvent, OffloadKey, Tier, TierError, TierResult
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import HostBackend
@@ -162,7 +162,9 @@ def history(make_tier: Any, seed: int) -> tuple[set[OffloadKey], set[OffloadKey]
     executor = SteppedExecutor(seed, clock=clock)
     tier = make_tier(pools, executor, clock)
     host = PolicyOffloadingManager(HostBackend(16, 16), make_policy("lru", 16), True, must_store=True, clock=clock)
-    manager = TieredOffloadingManager(host, [tier], TieringSettings([16.0], load_only_if_faster=False), clock=clock)
+    manager = TieredOffloadingManager(
+        host, [tier], TieringSettings([KVGroup(16)], load_only_if_faster=False), clock=clock
+    )
     index: dict[str | None, set[OffloadKey]] = {tier.name: set()}
     chains = [chain(chr(ord("a") + i), 6) for i in range(12)]
     for step in range(150):

@@ -123,9 +123,7 @@ class Rig:
         self.liar: Any = Liar(self.tier, lies)
         host = PolicyOffloadingManager(HostBackend(1, BLOCKS), make_policy("lru", BLOCKS), True, must_store=True)
         tiers: list[Any] = [self.liar, self.other]
-        self.manager = TieredOffloadingManager(
-            host, tiers, TieringSettings([1], groups=[KVGroup(1)], load_deadline_ms=1e6)
-        )
+        self.manager = TieredOffloadingManager(host, tiers, TieringSettings([KVGroup(1)], load_deadline_ms=1e6))
 
     def break_(self, method: str, replacement: Any) -> None:
         self.liar.lies[method] = replacement

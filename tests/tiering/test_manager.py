@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvoffload.abc import Hints, LookupState, MissReason, ReqContext, TierError
+from kvoffload.abc import Hints, KVGroup, LookupState, MissReason, ReqContext, TierError
 from kvoffload.cache.admission import FilterReusedOffloadingManager
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
@@ -23,7 +23,7 @@ class TestConformance(ManagerConformance):
         tier = MemoryTier(make_pools(num_blocks, SLOT_BYTES), 0)
         backend = HostBackend(16, num_blocks)
         host = PolicyOffloadingManager(backend, make_policy("lru", num_blocks), enable_events=True)
-        return TieredOffloadingManager(host, [tier], TieringSettings([16.0]))
+        return TieredOffloadingManager(host, [tier], TieringSettings([KVGroup(16)]))
 
 
 def test_a_block_is_written_through_and_promoted_with_its_bytes() -> None:

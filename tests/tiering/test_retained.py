@@ -84,9 +84,7 @@ class Rig:
         self.manager = TieredOffloadingManager(
             host,
             self.disks,
-            TieringSettings(
-                [16.0] * len(groups), groups, load_only_if_faster=False, tiers=settings, tenants=self.tenants
-            ),
+            TieringSettings(groups, load_only_if_faster=False, tiers=settings, tenants=self.tenants),
             clock=self.clock,
             random=lambda: 0.0,
         )

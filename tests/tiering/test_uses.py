@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import pytest
 
-from kvoffload.abc import OffloadKey, ReqContext
+from kvoffload.abc import KVGroup, OffloadKey, ReqContext
 from kvoffload.cache.manager import LRUOffloadingManager
 from kvoffload.cache.slots import HostBackend
 from kvoffload.testing.tier_conformance import make_pools
@@ -51,7 +51,7 @@ def tier() -> WatchedTier:
 @pytest.fixture
 def manager(tier: WatchedTier) -> TieredOffloadingManager:
     """Host memory holds the first four KEYS."""
-    manager = TieredOffloadingManager(LRUOffloadingManager(HostBackend(1, 16)), [tier], TieringSettings([1]))
+    manager = TieredOffloadingManager(LRUOffloadingManager(HostBackend(1, 16)), [tier], TieringSettings([KVGroup(1)]))
     manager.prepare_store(KEYS[:4])
     manager.complete_store(KEYS[:4])
     return manager

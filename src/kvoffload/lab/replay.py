@@ -30,6 +30,7 @@ from kvoffload.abc import (
     ConfigError,
     Hints,
     IntegrityError,
+    KVGroup,
     Miss,
     MissReason,
     Offer,
@@ -454,7 +455,7 @@ class Run:
             shares = self.shares(DISK, disk_blocks)
             self.tier = CatalogTier(disk_blocks, 1, config.policy, self.clock, shares=shares)
             self.manager = TieredOffloadingManager(
-                self.host, [self.tier], TieringSettings([trace.block_tokens]), clock=self.clock
+                self.host, [self.tier], TieringSettings([KVGroup(trace.block_tokens)]), clock=self.clock
             )
             # As an engine stores step by step, writes in progress are bounded.
             self.store_step = max(1, int(self.capacity * WRITE_SHARE))

@@ -340,7 +340,6 @@ def build_bridge(
             must_store=True,
         )
         tiering = TieringSettings(
-            [float(group.block_tokens) for group in groups],
             groups,
             # The engine has decided to load when it asks.
             load_only_if_faster=False,

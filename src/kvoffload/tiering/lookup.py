@@ -67,8 +67,7 @@ class TierSearch:
 
 class LoadGate:
     """Judges what was found: by the room that ``waits`` have, and by which is faster, to load it or to compute its
-    tokens, as far as that is known. ``tokens_per_block``: per KV cache group, the tokens that one loaded block saves;
-    None: everything is loaded.
+    tokens, as far as that is known; unless ``only_if_faster``, everything is loaded.
 
     A state saves nothing by itself. So it is first compared with all tokens up to it, and then the KV of these tokens
     is judged together with the states that the request wants.
@@ -80,8 +79,8 @@ class LoadGate:
         tiers: Sequence[TierState],
         groups: Sequence[KVGroup],
         waits: Waits,
-        tokens_per_block: Sequence[float] | None,
         reasons: MissMemory,
+        only_if_faster: bool,
     ) -> None:
         self.prefill = MovingRate()
         """How many tokens of prompts the engine computes per second."""
@@ -90,7 +89,7 @@ class LoadGate:
         self._layout = ChainLayout(groups)
         self._num_full = max(1, sum(group.is_full for group in groups))
         self._waits = waits
-        self._tokens_per_block = tokens_per_block
+        self._only_if_faster = only_if_faster
         self._reasons = reasons
 
     def search(self, now: float, wait: Wait | None = None, awaited: Awaited | None = None) -> TierSearch:
@@ -118,18 +117,17 @@ class LoadGate:
             if self._layout.num_states:
                 groups = [self._layout.groups[key_group_idx(key)] for key in own]
                 num_states.append(sum(group.state for group in groups) / self._num_full)
-        num_loaded, computing = len(below.keys), self._seconds_to_compute(key_group_idx(below.keys[0]))
-        if computing is not None:
+        # A token is saved only if the blocks of all groups are loaded. Those with a window or a state need few, so the
+        # groups with full attention share the tokens.
+        num_tokens = self._layout.groups[key_group_idx(below.keys[0])].block_tokens / self._num_full
+        num_loaded, computing = len(below.keys), self.prefill.seconds_for(num_tokens)
+        if self._only_if_faster and computing is not None:
             estimators = [tier.estimator for tier in search.tiers]
             num_loaded = num_worth_loading(computing, below.sources, num_ahead, estimators, search.now, num_states)
         search.reasons.record(below.keys[num_loaded : num_loaded + 1], MissReason.FASTER_TO_COMPUTE)
         if not num_loaded and wait is not None:
             self._waits.end(wait)
         return Located(below.keys[:num_loaded], below.sources[:num_loaded])
-
-    def _seconds_to_compute(self, group: int) -> float | None:
-        """Returns how long the tokens of a block take, or None if that is unknown or does not matter."""
-        return None if self._tokens_per_block is None else self.prefill.seconds_for(self._tokens_per_block[group])
 
     def is_state_worth_loading(self, search: TierSearch, state: Located, num_units: int) -> bool:
         """Returns whether a state in a tier takes less time to load than the tokens of ``num_units`` to compute, which
@@ -138,7 +136,7 @@ class LoadGate:
         num_ahead = self._num_ahead(tier)
         computing = self.prefill.seconds_for(num_units * self._layout.unit_tokens)
         loading = _seconds_per_block(tier.estimator, num_ahead, search.now)
-        if self._tokens_per_block is None or computing is None or loading is None:
+        if not self._only_if_faster or computing is None or loading is None:
             return True
         is_worth = (num_ahead + self._layout.num_states) * loading <= computing
         if not is_worth:

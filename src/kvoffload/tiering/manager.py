@@ -72,10 +72,8 @@ class TierSettings:
 class TieringSettings:
     """How host memory and lower tiers work together."""
 
-    tokens_per_block: Sequence[float]
-    """Per KV cache group, the tokens that one loaded block saves."""
-    groups: Sequence[KVGroup] = ()
-    """The KV cache groups that keys name, by default with full attention and blocks of one size."""
+    groups: Sequence[KVGroup]
+    """The KV cache groups that keys name."""
     load_only_if_faster: bool = True
     """A run of blocks that would take longer to read than to compute is not loaded."""
     load_deadline_ms: float = 1000.0
@@ -88,10 +86,6 @@ class TieringSettings:
     """For whom the bytes that are moved are counted, by default for nobody."""
     write_share: float = WRITE_SHARE
     backlog_share: float = BACKLOG_SHARE
-
-    @property
-    def kv_groups(self) -> Sequence[KVGroup]:
-        return self.groups or [KVGroup(1)] * len(self.tokens_per_block)
 
 
 class TieredOffloadingManager(TieredManager):
@@ -126,8 +120,8 @@ class TieredOffloadingManager(TieredManager):
         """State of each tier; read only."""
         self._reasons = MissMemory(clock=clock)
         self._waits = Waits(host, self.tiers, settings.load_deadline_ms / 1000, self._counts, self._reasons, clock)
-        saved = settings.tokens_per_block if settings.load_only_if_faster else None
-        self._gate = LoadGate(host, self.tiers, settings.kv_groups, self._waits, saved, self._reasons)
+        is_strict, groups = settings.load_only_if_faster, settings.groups
+        self._gate = LoadGate(host, self.tiers, groups, self._waits, self._reasons, is_strict)
         max_writing = max(1, int(host.num_blocks * settings.write_share) // max(1, len(tiers)))
         self._chains = RequestChains(self.tiers, max_writing, clock)
         moved = MovedBytes(settings.tenants) if settings.tenants is not None and settings.tenants.names else None
@@ -419,7 +413,7 @@ def _make_states(
     for i, tier in enumerate(tiers):
         own = settings.tiers[i] if settings.tiers else TierSettings()
         count = partial(_count, counts, tier.name)
-        which = WriteSettings(settings.kv_groups, own.admission, settings.backlog_share)
+        which = WriteSettings(settings.groups, own.admission, settings.backlog_share)
         writes = WriteThrough(host, tier, which, unwritten.of_tiers[i], count, clock)
         lookup_ms = settings.lookup_deadline_ms if own.lookup_deadline_ms is None else own.lookup_deadline_ms
         states.append(TierState(i, tier, writes, settings.load_deadline_ms / 1000, lookup_ms / 1000, count, random))
