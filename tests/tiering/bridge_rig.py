@@ -12,7 +12,7 @@ import numpy.typing as npt
 from kvoffload.abc import LookupState, OffloadKey
 from kvoffload.cache.keys import namespace
 from kvoffload.tiering.bridge import BridgeSettings, JobEnd, Page, TierBridge
-from kvoffload.tiering.bridge_copies import STORE_SHARE
+from kvoffload.tiering.bridge_thread import STORE_SHARE
 from tests.tiering.rig import SLOT_BYTES, Rig, SpyTier, content
 
 FINGERPRINT = "ab" * 32

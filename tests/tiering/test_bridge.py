@@ -243,7 +243,7 @@ def test_a_request_is_one_use_of_its_chain() -> None:
 
 
 def test_requests_that_never_end_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvoffload.tiering.bridge_copies.MAX_REQUESTS", 10)
+    monkeypatch.setattr("kvoffload.tiering.bridge_thread.MAX_REQUESTS", 10)
     rig = BridgeRig()
     for i in range(100):
         keys = chain(f"x{i}-", 2)

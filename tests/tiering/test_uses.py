@@ -28,7 +28,7 @@ def test_requests_that_never_end_are_forgotten(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(steps, "MAX_REQUESTS", 2)
     chains = RequestChains((), 1, Clock())
     for name in "abc":
-        assert chains.hold_back(np.array([1]), context(name))
+        chains.touch(KEYS[:1], None, np.array([1]), context(name))
     assert list(chains._held_back) == ["b", "c"]
 
 

@@ -35,9 +35,8 @@ from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies.lru import LRUPolicy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.host.pool import HostPool, padded_slot_bytes
-from kvoffload.tiering.bridge_copies import MAX_CHAIN_KEYS, STORE_SHARE
 from kvoffload.tiering.bridge_jobs import BridgeJob, JobEnd, Jobs, Page, RequestChain
-from kvoffload.tiering.bridge_thread import FIRST_DELAY_S, MAX_DELAY_S, BridgeThread
+from kvoffload.tiering.bridge_thread import FIRST_DELAY_S, MAX_CHAIN_KEYS, MAX_DELAY_S, STORE_SHARE, BridgeThread
 from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings, TierSettings
 from kvoffload.tiers.config import TierConfig, TierContext, TierEntry
 from kvoffload.tiers.disk.format import is_fingerprint

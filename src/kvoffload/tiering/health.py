@@ -54,6 +54,19 @@ FAILURES = {
 WRITE_DEADLINE_S = 10.0
 """The writes of a tier hang if none has ended for this long, or for the load deadline if that is longer."""
 
+FULL = (
+    "kvoffload: THE %s TIER IS FULL: %s; reads go on, and blocks are stored there again when it has room. Give it more "
+    "room, or let it evict what is not used"
+)
+PAUSED = {
+    Ability.READ: "kvoffload: READS OF THE %s TIER ARE PAUSED: %s; requests compute what it holds, writes go on",
+    Ability.WRITE: "kvoffload: WRITES TO THE %s TIER ARE PAUSED: %s; new blocks are not stored there, reads go on",
+}
+TESTED = (
+    "after %.0f s, then after longer pauses, they are tested, and go on when a test succeeds. See the warnings of the "
+    "tier above, and check that it can be reached and has no fault"
+)
+
 
 class BreakerState(enum.Enum):
     WORKING = enum.auto()
@@ -86,26 +99,9 @@ class PauseLog:
             return
         self._is_logged = True
         if is_full:
-            logger.warning(
-                "kvoffload: THE %s TIER IS FULL: %s; reads go on, and blocks are stored there again when it has room. "
-                "Give it more room, or let it evict what is not used",
-                self._name.upper(),
-                reason,
-            )
-            return
-        what, effect, check = {
-            Ability.READ: ("READS OF", "requests compute what it holds; writes go on", "can be reached"),
-            Ability.WRITE: (
-                "WRITES TO",
-                "new blocks are not stored there; reads go on",
-                "may be written, and has no fault",
-            ),
-        }[self._ability]
-        logger.warning(
-            "kvoffload: %s THE %s TIER ARE PAUSED: %s; %s. They are tested after %.0f s, then after longer pauses, "
-            "and go on when a test succeeds. See the warnings of the tier above, and check that it %s",
-            *(what, self._name.upper(), reason, effect, pause_s, check),
-        )
+            logger.warning(FULL, self._name.upper(), reason)
+        else:
+            logger.warning(f"{PAUSED[self._ability]}; {TESTED}", self._name.upper(), reason, pause_s)
 
     def works_again(self) -> None:
         if self._is_logged:
@@ -364,7 +360,6 @@ class TierState:
         """Blocks under way from the tier to the host."""
         self.probe: OffloadKey | None = None
         """A block to be read as a test while reads are half open."""
-        self._probe_since = 0.0
         self._num_failed_lookups = 0
         self._gauges = TierGauges(tier)
 
@@ -419,21 +414,6 @@ class TierState:
             self.read_health.begun(now, self.num_reading)
             self.reads.update(dict.fromkeys(slots, ReadBatch(dict(slots), dict.fromkeys(waits))))
 
-    def choose_probe(self, key: OffloadKey | None, now: float) -> None:
-        self.probe, self._probe_since = key, now
-
-    def await_probe(self, now: float) -> None:
-        """Called when the tier does not know yet whether it holds ``probe``. If it does not say within the deadline,
-        the test has failed."""
-        if now - self._probe_since >= self.read_health.deadline_s:
-            self.probe = None
-            self.read_health.lookups_failed(1, now)
-
-    def begin_probe(self, key: OffloadKey, slot: int, now: float) -> None:
-        """Notes that the tier was given a block to read as a test."""
-        self.read_health.begin_test(key)
-        self.begin_reads({key: slot}, (), now)
-
     def end_reads(self, reads: Ended, now: float) -> dict[ReadBatch, Ended]:
         """Takes in reads that have ended. Returns them by batch."""
         batches = list(map(self.reads.pop, reads.keys))
@@ -477,20 +457,16 @@ class TierState:
             self.count("lookup_failures", num_failed)
             self.read_health.lookups_failed(num_failed, now)
         if self.reads or self.writes.writing:
-            self._detect_hangs(now)
+            # What has hung until now is overdue.
+            if self.read_health.detect_hang(self.reads.keys(), now):
+                for batch in self.reads.values():
+                    batch.is_overdue = True
+            self.write_health.detect_hang(self.writes.writing, now)
         if self.questions.asked_at:
             self.questions.expire(now)
         for health in (self.read_health, self.write_health):
             if health.state is BreakerState.OPEN:
                 health.update(now)
-
-    def _detect_hangs(self, now: float) -> None:
-        """If the tier has ended no read, or no write, for a whole deadline, all of them are overdue, and that ability
-        is paused."""
-        if self.read_health.detect_hang(self.reads.keys(), now):
-            for batch in self.reads.values():
-                batch.is_overdue = True
-        self.write_health.detect_hang(self.writes.writing, now)
 
     def check_integrity(self) -> None:
         """Raises IntegrityError if the tier's or the write-through's accounts do not balance."""

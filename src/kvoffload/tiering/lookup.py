@@ -88,6 +88,9 @@ class LoadGate:
         self._tiers = tiers
         self._layout = ChainLayout(groups)
         self._num_full = max(1, sum(group.is_full for group in groups))
+        # A token is saved only if the blocks of all groups are loaded. Those with a window or a state need few, so the
+        # groups with full attention share the tokens.
+        self._saved_tokens = [group.block_tokens / self._num_full for group in groups]
         self._waits = waits
         self._only_if_faster = only_if_faster
         self._reasons = reasons
@@ -117,10 +120,8 @@ class LoadGate:
             if self._layout.num_states:
                 groups = [self._layout.groups[key_group_idx(key)] for key in own]
                 num_states.append(sum(group.state for group in groups) / self._num_full)
-        # A token is saved only if the blocks of all groups are loaded. Those with a window or a state need few, so the
-        # groups with full attention share the tokens.
-        num_tokens = self._layout.groups[key_group_idx(below.keys[0])].block_tokens / self._num_full
-        num_loaded, computing = len(below.keys), self.prefill.seconds_for(num_tokens)
+        group = key_group_idx(below.keys[0])
+        num_loaded, computing = len(below.keys), self.prefill.seconds_for(self._saved_tokens[group])
         if self._only_if_faster and computing is not None:
             estimators = [tier.estimator for tier in search.tiers]
             num_loaded = num_worth_loading(computing, below.sources, num_ahead, estimators, search.now, num_states)
@@ -268,7 +269,7 @@ def states_below(
     is_reading = np.zeros(len(keys), dtype=np.bool_)
     for tier in search.tiers:
         if tier.probe is None and tier.read_health.may_test:
-            tier.choose_probe(next((key for key in keys if key not in tier.reads), None), search.now)
+            tier.probe = next((key for key in keys if key not in tier.reads), None)
         if tier.reads and not tier.reads.keys().isdisjoint(keys):
             for i, batch in enumerate(map(tier.reads.get, keys)):
                 if batch is not None:

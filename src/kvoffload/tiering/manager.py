@@ -47,7 +47,7 @@ from kvoffload.tiering.prefetch import Prefetcher
 from kvoffload.tiering.rates import by_direction
 from kvoffload.tiering.steps import RequestChains, TierSteps
 from kvoffload.tiering.unwritten import UnwrittenPins
-from kvoffload.tiering.waits import Waits, WaitState
+from kvoffload.tiering.waits import Waits
 from kvoffload.tiering.writes import WriteSettings, WriteThrough
 
 WRITE_SHARE = 0.125
@@ -136,7 +136,7 @@ class TieredOffloadingManager(TieredManager):
         if req_context is None or not req_context.may_wait:
             return self.host.lookup_each(keys, req_context, need)
         wait = self._waits.get(req_context)
-        if wait is not None and wait.state(self._waits.step) in (WaitState.QUEUED, WaitState.READING):
+        if wait is not None and wait.is_waiting and wait.asked_in != self._waits.step:
             return np.full(len(keys), RETRY, dtype=np.uint8)
         if self._steps.is_off or not self._waits.may_ask(wait):
             return self.host.lookup_each(keys, req_context, need)
@@ -239,17 +239,7 @@ class TieredOffloadingManager(TieredManager):
             self.prefetcher.used(keys, req_context)
         found = self.host.table.find(keys)
         self.host.touch(keys, req_context, chain, found)
-        # With states, a request's chain has other keys at its end than at its begin.
-        is_held_back = chain is None and self._chains.hold_back(found, req_context)
-        if chain is None:
-            chain = keys
-        for tier in self.tiers:
-            if tier.can_read or tier.takes_chains:
-                tier.writes.count_request(chain, req_context)
-                if not is_held_back:
-                    tier.tier.touch(keys)
-        if not is_held_back:
-            self._chains.touch(chain, found, req_context)
+        self._chains.touch(keys, chain, found, req_context)
 
     def end_chain(
         self,

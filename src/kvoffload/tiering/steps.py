@@ -48,22 +48,27 @@ class RequestChains:
         self._touched: dict[str, Sequence[OffloadKey]] = {}
         """Chains, by request, that were touched since the last ``write``."""
 
-    def hold_back(self, found: Slots, context: ReqContext | None) -> bool:
-        """Returns whether the use of a request's chain is counted when the request ends. ``found``: the slots of the
-        chain in the host, -1 for blocks that it lacks."""
-        if context is None:
-            return False
-        self._held_back.pop(context.req_id, None)
-        if not found.size or found.min() < 0:
-            return False
-        self._held_back[context.req_id] = len(found)
-        if len(self._held_back) > MAX_REQUESTS:
-            self._held_back.popitem(last=False)
-        return True
-
-    def touch(self, chain: Sequence[OffloadKey], found: Slots, context: ReqContext | None) -> None:
-        """A request uses ``chain``. ``found``: as for ``hold_back``."""
-        if _ends_session(context):
+    def touch(
+        self, keys: Sequence[OffloadKey], chain: Sequence[OffloadKey] | None, found: Slots, context: ReqContext | None
+    ) -> None:
+        """A request uses ``keys``: its ``chain``, if that is None. ``found``: their slots in the host, -1 for blocks
+        that it lacks."""
+        is_held_back = False
+        # With states, a request's chain has other keys at its end than at its begin.
+        if chain is None and context is not None:
+            self._held_back.pop(context.req_id, None)
+            is_held_back = bool(found.size) and found.min() >= 0
+            if is_held_back:
+                self._held_back[context.req_id] = len(found)
+                if len(self._held_back) > MAX_REQUESTS:
+                    self._held_back.popitem(last=False)
+        chain = keys if chain is None else chain
+        for tier in self._tiers:
+            if tier.can_read or tier.takes_chains:
+                tier.writes.count_request(chain, context)
+                if not is_held_back:
+                    tier.tier.touch(keys)
+        if is_held_back or _ends_session(context):
             return
         if context is not None and context.may_wait and (found < 0).all():
             self._touched[context.req_id] = chain

@@ -3,7 +3,6 @@ it has arrived."""
 
 from __future__ import annotations
 
-import enum
 import itertools
 import math
 from bisect import bisect_left
@@ -33,25 +32,11 @@ MAX_READS = 1024
 """Maximum number of blocks that are read from one tier at a time."""
 
 
-class WaitState(enum.Enum):
-    """What a request that was looked up in lower tiers waits for."""
-
-    ASKING = enum.auto()
-    """Tiers are asked: what further lookups of this step find there is added to what it waits for."""
-    QUEUED = enum.auto()
-    """Some of its blocks are to be read when there is room; a tier may have lost them since they were found."""
-    READING = enum.auto()
-    """All blocks that it waits for are being read."""
-    READY = enum.auto()
-    """It waits for nothing: what has arrived is pinned."""
-    GIVEN_UP = enum.auto()
-    """Its deadline has passed. Its lookups are answered from host memory until the step after the next one."""
-
-
 @dataclass(slots=True, eq=False)
 class Wait:
     """The blocks of one request that come from lower tiers: ``wanted`` are to be read, ``reading`` are under way,
-    ``pinned`` have arrived and cannot be evicted. It waits for ``wanted`` and ``reading``."""
+    ``pinned`` have arrived and cannot be evicted. It waits for ``wanted`` and ``reading``; what further lookups of the
+    step ``asked_in`` find is added. A tier may lose what is wanted."""
 
     context: ReqContext
     number: int
@@ -75,13 +60,6 @@ class Wait:
     @property
     def is_waiting(self) -> bool:
         return bool(self.wanted or self.reading)
-
-    def state(self, step: int) -> WaitState:
-        if self.wanted or self.reading:
-            if self.asked_in == step:
-                return WaitState.ASKING
-            return WaitState.QUEUED if self.wanted else WaitState.READING
-        return WaitState.GIVEN_UP if self.host_only_until >= step else WaitState.READY
 
 
 @dataclass(slots=True, eq=False)
@@ -214,13 +192,14 @@ class Reads:
         for it."""
         key = tier.probe
         if key is None or not tier.read_health.may_test:
-            tier.choose_probe(None, now)
+            tier.probe = None
             return False
         state = tier.tier.contains([key])[0]
-        if state == RETRY:
-            tier.await_probe(now)
+        if state == RETRY and not tier.questions.find_late([key], now)[0][0]:
             return False
-        tier.choose_probe(None, now)
+        tier.probe = None
+        if state == RETRY:
+            tier.read_health.lookups_failed(1, now)
         if state != HIT or most <= sum([len(tier.reads) for tier in self._tiers]):
             return False
         output = self._host.allocate([key])
@@ -231,7 +210,8 @@ class Reads:
         if not tier.tier.read([key], slots):
             self._host.take_back(output.store_spec)
             return False
-        tier.begin_probe(key, int(slots[0]), now)
+        tier.read_health.begin_test(key)
+        tier.begin_reads({key: int(slots[0])}, (), now)
         return True
 
     def check_integrity(self, waits: Collection[Wait]) -> None:
@@ -298,8 +278,8 @@ class Waits:
         return self._by_request.get(context.req_id)
 
     def may_ask(self, wait: Wait | None) -> bool:
-        """Returns whether tiers are asked for a request that waits for nothing, or is ASKING. If not, it is answered
-        from host memory in this step."""
+        """Returns whether tiers are asked for a request that waits for nothing, or was looked up in this step already.
+        If not, it is answered from host memory in this step."""
         if wait is None:
             return len(self._by_request) < MAX_WAITS
         if wait.host_only_until < self.step:

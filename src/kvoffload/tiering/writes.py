@@ -21,10 +21,9 @@ from kvoffload.abc import (
 )
 from kvoffload.abc.tier import HIT, MISS, PENDING
 from kvoffload.cache.manager import PolicyOffloadingManager
-from kvoffload.tiering.chains import BACKLOG_SHARE, Backlog, Chain, ChainState, WriteLog, WriteOutcome
+from kvoffload.tiering.chains import BACKLOG_SHARE, Backlog, Chain, ChainState, TierBlocks, WriteLog, WriteOutcome
 from kvoffload.tiering.plan import Bools, ChainLayout, WritePlan, plan_writes
 from kvoffload.tiering.rates import Ended
-from kvoffload.tiering.tier_blocks import TierBlocks
 from kvoffload.tiering.unwritten import PromisedBlocks
 
 MAX_REWRITES = 1
