@@ -68,21 +68,6 @@ def fail(rig: Rig, times: int) -> None:
         rig.tier.fails = None
 
 
-def test_no_other_request_waits_for_a_hanging_tier() -> None:
-    rig = Rig(load_deadline_ms=1000)
-    keys, other = chain("x", 2), chain("y", 2)
-    rig.store_below(keys + other)
-    rig.manager.lookup(keys, A)
-    rig.manager.poll()
-    rig.clock.now += 1.0
-    rig.manager.poll()
-    assert rig.manager.lookup(keys, A) == 0
-    assert rig.manager.lookup(other, B) == 0
-    assert rig.manager.lookup(keys, B) == 0
-    rig.settle()
-    assert rig.manager.lookup(other, B) is None, "the tier works again"
-
-
 def test_transfers_that_have_ended_while_the_engine_was_idle_are_no_hang() -> None:
     """An idle engine takes no steps, so the results wait until the next request comes."""
     rig = Rig(load_deadline_ms=1000)
@@ -132,22 +117,6 @@ def test_the_host_slot_of_a_hanging_read_is_not_given_to_another_block() -> None
     rig.settle()
     assert rig.host.num_available_blocks == rig.host.num_blocks
     assert not rig.manager.tiers[0].read_health.overdue
-
-
-def test_a_hanging_read_does_not_change_the_read_rate() -> None:
-    rig = Rig(host_blocks=32, load_deadline_ms=1000, load_only_if_faster=True)
-    other = chain("y", 4)
-    rig.store_below(other)
-    hang(rig)
-    rig.tier.seconds_per_block = 0.01
-    wait_for_probe(rig, other)
-    rig.tier.seconds_per_block = None
-    before = rig.manager.tiers[0].estimator.seconds_to_read(1)
-    assert before is not None
-    rig.clock.now += 1e9
-    rig.settle()
-    assert not rig.manager.tiers[0].reads
-    assert rig.manager.tiers[0].estimator.seconds_to_read(1) == before
 
 
 def fail_writes(rig: Rig, error: TierError = TierError.IO, times: int = MAX_FAILURES) -> None:

@@ -77,19 +77,6 @@ def test_a_tier_without_events_is_not_asked_and_keeps_nothing() -> None:
     assert rig.tier.evicted is None
 
 
-def test_what_was_held_at_the_start_is_announced_when_it_is_read() -> None:
-    rig = Rig(enable_events=True)
-    keys = chain("a", 2)
-    rig.store_below(keys)
-    list(rig.manager.take_events())
-    assert rig.manager.lookup(keys, A) is None
-    rig.settle()
-    assert rig.manager.lookup(keys, A) == 2
-    index: dict[str | None, set[OffloadKey]] = {}
-    apply(index, list(rig.manager.take_events()))
-    assert index == {None: set(keys), "memory": set(keys)}
-
-
 @pytest.mark.parametrize("error", [TierError.CORRUPT, TierError.GONE])
 def test_a_block_that_could_not_be_read_is_gone(error: TierError) -> None:
     rig = Rig(enable_events=True)

@@ -13,7 +13,6 @@ from kvoffload.tiering.prefetch import (
     LEAD_S,
     MAX_CHAINS,
     SWEEP_EVERY_S,
-    TIME_SHARE,
 )
 from tests.tiering.rig import Rig, chain
 
@@ -81,19 +80,6 @@ def measure_reads(rig: Rig, keys: list[OffloadKey]) -> None:
     rig.manager.touch(keys, ReqContext("measured", hints=Hints(1)))
     rig.fill_host()
     assert num_in_host(rig, keys) == 0
-
-
-def test_a_chain_that_takes_long_to_read_is_begun_earlier(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefetch, "BATCH_BYTES", 1)
-    rig.tier.seconds_per_block = 0.25
-    keys, seconds = chain("b", 10), 10 * 0.25 / TIME_SHARE
-    rig.store_below(keys)
-    measure_reads(rig, chain("a", 5))
-    end(rig, keys, hints())
-    make_steps(rig, RETURNS_IN_S - LEAD_S - 1.5 * seconds)
-    assert num_in_host(rig, keys) == 0, "not long before"
-    make_steps(rig, 1.5 * seconds + 1)
-    assert num_in_host(rig, keys) == 10
 
 
 def test_a_chain_of_which_more_is_missing_is_begun_earlier(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,22 +200,6 @@ def test_the_room_is_bounded_and_given_back_by_uses() -> None:
     wait(rig, SWEEP_EVERY_S)
     assert num_in_host(rig, chain("n2", 6)) == 6
     rig.manager.check_integrity()
-
-
-def test_what_was_used_takes_no_room_of_what_is_read_later() -> None:
-    """Whatever the chains have in common, and how often they return."""
-    rig = Rig(host_blocks=32, tier_blocks=256)
-    shared = chain("s", 1)
-    keys = [[*shared, *chain(f"n{i}", 10)] for i in range(8)]
-    for each in keys:
-        rig.store_below(each)
-    for i, each in enumerate(keys):
-        end(rig, each, hints(10 + i))
-        wait(rig, RETURNS_IN_S - 1)
-        assert num_in_host(rig, each) == 11
-        rig.manager.touch(each, ReqContext(f"next {i}", hints=Hints(10 + i)))
-        rig.fill_host(f"filler{i}")
-    assert not is_watching(rig)
 
 
 def test_what_is_held_gives_way_to_what_is_pinned_meanwhile() -> None:

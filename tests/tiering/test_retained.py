@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffload.abc import Hints, KVGroup, OffloadKey, ReqContext, Retained, RetainRefusal, Slots, TierError, TierResult
+from kvoffload.abc import Hints, KVGroup, OffloadKey, ReqContext, Retained, Slots, TierError, TierResult
 from kvoffload.abc.tier import HIT
 from kvoffload.cache.admission import ReuseFilter
 from kvoffload.cache.keys import make_offload_key
@@ -242,17 +242,6 @@ def test_failed_writes_of_a_retained_chain_are_repeated() -> None:
     assert rig.on_disk(keys) == 8
 
 
-def test_a_disk_that_fails_on_and_on_loses_what_it_is_to_retain() -> None:
-    rig = Rig({"a": 50}, rates=[20.0])
-    rig.disks[0].num_fails = 10**6
-    keys = rig.keys("a", 1, 8)
-    rig.serve(keys, retain(2))
-    rig.wait(WRITE_WITHIN_S + 1)
-    assert rig.kept() == (0, 8)
-    assert not rig.manager._unwritten.slots
-    assert rig.serve(rig.keys("a", 2, 8), retain(3)) == Retained(RetainRefusal.NOT_WRITTEN)
-
-
 @pytest.mark.parametrize("error", [TierError.NO_SPACE, TierError.AWAY])
 def test_a_retained_chain_is_written_to_a_full_disk_at_a_growing_pace(error: TierError) -> None:
     rig = Rig({"a": 50})
@@ -272,15 +261,6 @@ def test_only_what_the_disk_retains_passes_its_reuse_filter() -> None:
         assert (answer.refusal is None) is (written > 0)
         rig.wait(2)
         assert rig.on_disk(keys) == written
-
-
-def test_what_waits_already_does_not_count_again_when_it_is_renewed() -> None:
-    rig = Rig({"a": 50}, rates=[1.0])
-    most, keys = rig.manager._unwritten.most, rig.keys("a", 1, 17)
-    assert rig.serve(keys[:most], retain(2)) == Retained(None, "disk-0", most)
-    for session in (2, 3, None):
-        assert rig.serve(keys[:most], retain(session)) == Retained(None, "disk-0", most)
-    assert rig.serve(keys, retain(2)) == Retained(RetainRefusal.NOT_WRITTEN)
 
 
 def test_what_is_handed_over_waits_within_the_same_bounds() -> None:

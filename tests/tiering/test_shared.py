@@ -7,7 +7,6 @@ import pytest
 from kvoffload.abc import OffloadKey, ReqContext
 from kvoffload.cache.admission import ReuseFilter
 from kvoffload.tiering.chains import MAX_REST_S
-from kvoffload.tiering.guard import GuardedTier
 from kvoffload.tiering.manager import TierSettings
 from tests.tiering.rig import A, B, Rig, SharedTier, begin, chain, compute, on_disk, with_shared
 
@@ -77,23 +76,6 @@ def test_a_wrong_reset_is_caught(planted: str, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(rig.manager._steps, "switch_off", lambda *args: None)
     with pytest.raises(AssertionError):
         check_reset(rig, shared)
-
-
-def test_a_read_from_before_the_reset_is_not_found() -> None:
-    rig, shared = with_shared()
-    keys = chain("x", 2)
-    rig.store(keys)
-    settle(rig)
-    rig.host.reset()
-    rig.tiers[0].reset()
-    with rig.executor.hold():
-        assert rig.manager.lookup(keys, A) is None
-        rig.manager.poll()
-        assert shared.reads == keys
-        rig.manager.reset()
-    settle(rig)
-    assert rig.manager.lookup(keys, A) == 0
-    assert rig.host.num_available_blocks == rig.host.num_blocks
 
 
 def test_a_corrupt_block_is_deleted_from_all_tiers() -> None:
@@ -210,14 +192,6 @@ def test_a_tier_with_an_admission_gets_what_several_requests_have_asked_for() ->
     assert "tier_dropped_writes:memory-2" not in rig.counts(), "what is not admitted is not dropped"
 
 
-def test_one_request_counts_once() -> None:
-    rig = with_admission()
-    keys = chain("x", 2)
-    for _ in range(3):
-        request(rig, keys, "a")
-    assert rig.tiers[1].writes == []
-
-
 def test_promoted_blocks_are_written_to_the_tiers_before_it() -> None:
     rig, keys = Rig(num_tiers=2), chain("x", 4)
     rig.store(keys)
@@ -238,8 +212,3 @@ def test_promoted_blocks_are_written_to_the_tiers_before_it() -> None:
     settle(rig)
     assert rig.tiers[0].writes == keys
     rig.manager.check_integrity()
-
-
-def test_a_guarded_tier_says_whether_it_is_shared() -> None:
-    _, shared = with_shared()
-    assert GuardedTier(shared).is_shared

@@ -109,21 +109,6 @@ def test_a_shared_store_is_asked_once_for_all_states() -> None:
     assert remote.questions == [states]
 
 
-def test_a_late_answer_about_states_is_a_miss() -> None:
-    rig = Rig(groups=HYBRID, tier_class=RemoteTier, num_tiers=2, lookup_deadline_ms=100)
-    _, states, _ = hybrid_chain(4)
-    put(rig, rig.tiers[0], states[:2])
-    assert lookup_last(rig.manager, states, A) == (3, RETRY)
-    rig.manager.poll()
-    assert rig.tiers[0].reads == [], "the other tier may have a later one"
-    rig.clock.now += 0.11
-    assert lookup_last(rig.manager, states, A) == (1, RETRY)
-    settle(rig)
-    assert rig.tiers[0].reads == states[1:2]
-    assert lookup_last(rig.manager, states, A) == (1, HIT)
-    assert rig.manager.explain_miss(states[3]).reason is MissReason.NOT_ANSWERED
-
-
 def test_kv_and_states_of_a_hit_are_read_together() -> None:
     """A request waits once, although each group is looked up by itself."""
     rig = Rig(groups=HYBRID, host_blocks=64)
@@ -276,38 +261,6 @@ def test_a_chain_is_written_up_to_its_last_state() -> None:
     assert not rig.manager.has_pending_writes
 
 
-def test_the_next_turn_brings_a_state_and_the_kv_before_it_is_written() -> None:
-    rig = Rig(groups=HYBRID, host_blocks=128)
-    by_group = hybrid_chain(12)
-    first_turn = [keys[:7] for keys in by_group]
-    compute(rig, by_group[0][:7] + states_at(by_group, 3))
-    rig.manager.end_chain(in_order(first_turn), [], A)
-    settle(rig)
-    assert on_disk(rig, by_group[0]) == 3
-    rig.manager.touch(in_order([keys[:10] for keys in by_group]), B)
-    compute(rig, by_group[0][7:10])
-    settle(rig)
-    assert on_disk(rig, by_group[0]) == 3, "no request can resume behind the last state"
-    compute(rig, states_at(by_group, 9))
-    settle(rig)
-    assert on_disk(rig, by_group[0]) == 9, "the request still runs"
-    assert in_tier(rig, by_group[1]) == in_tier(rig, by_group[2]) == [2, 8]
-
-
-def test_states_of_a_request_that_has_ended_may_still_be_on_their_way() -> None:
-    rig = Rig(groups=HYBRID, host_blocks=128)
-    by_group = hybrid_chain(6)
-    compute(rig, by_group[0])
-    late = states_at(by_group, 5)
-    assert rig.manager.prepare_store(late) is not None
-    rig.manager.end_chain(in_order(by_group), [], A)
-    settle(rig)
-    assert rig.tier.writes == []
-    rig.manager.complete_store(late)
-    settle(rig)
-    assert on_disk(rig, by_group[0]) == 5
-
-
 def test_a_superseded_state_is_not_written_and_leaves_no_hole(caplog: pytest.LogCaptureFixture) -> None:
     """The connector drops the earlier states of an output when a later one is stored."""
     rig = Rig(groups=HYBRID, host_blocks=128)
@@ -338,17 +291,6 @@ def test_a_state_dropped_while_it_is_written_is_no_failure() -> None:
     assert on_disk(rig, by_group[0]) == 6
     assert in_tier(rig, by_group[1]) == in_tier(rig, by_group[2]) == [5]
     assert "tier_write_failures:memory" not in rig.counts()
-
-
-def test_kv_behind_a_state_that_cannot_be_written_is_deleted() -> None:
-    rig = Rig(groups=HYBRID, host_blocks=128)
-    by_group = hybrid_chain(8)
-    rig.tier.fails_for, rig.tier.num_fails = by_group[2][6], 9
-    compute(rig, by_group[0] + states_at(by_group, 3, 7))
-    rig.manager.end_chain(in_order(by_group), [], A)
-    settle(rig, 8)
-    assert on_disk(rig, by_group[0]) == 3
-    assert in_tier(rig, by_group[1]) == in_tier(rig, by_group[2]) == [2]
 
 
 def test_a_chain_with_states_may_fill_the_tier() -> None:
