@@ -48,7 +48,7 @@ from kvoffload.tiering.rates import by_direction
 from kvoffload.tiering.steps import RequestChains, TierSteps
 from kvoffload.tiering.unwritten import UnwrittenPins
 from kvoffload.tiering.waits import Waits
-from kvoffload.tiering.writes import WriteSettings, WriteThrough
+from kvoffload.tiering.writes import WriteThrough
 
 WRITE_SHARE = 0.125
 """At most this share of the host's blocks is pinned for writes to lower tiers. Above it, blocks are written later."""
@@ -382,7 +382,7 @@ class TieredOffloadingManager(TieredManager):
     def check_integrity(self) -> None:
         self.host.check_integrity()
         self._unwritten.check_integrity()
-        self.prefetcher.check_integrity()
+        self.prefetcher.blocks.check_integrity()
         self._waits.check_integrity()
         for tier in self.tiers:
             tier.check_integrity()
@@ -403,8 +403,8 @@ def _make_states(
     for i, tier in enumerate(tiers):
         own = settings.tiers[i] if settings.tiers else TierSettings()
         count = partial(_count, counts, tier.name)
-        which = WriteSettings(settings.groups, own.admission, settings.backlog_share)
-        writes = WriteThrough(host, tier, which, unwritten.of_tiers[i], count, clock)
+        promised, backlog_share = unwritten.of_tiers[i], settings.backlog_share
+        writes = WriteThrough(host, tier, settings.groups, backlog_share, own.admission, promised, count, clock)
         lookup_ms = settings.lookup_deadline_ms if own.lookup_deadline_ms is None else own.lookup_deadline_ms
         states.append(TierState(i, tier, writes, settings.load_deadline_ms / 1000, lookup_ms / 1000, count, random))
     return tuple(states)

@@ -100,7 +100,7 @@ class ExpectedChains:
         """Adds a chain with a new name, which is looked at when it is ``due``."""
         self.by_name[chain.name] = chain
         self._num_keys += len(chain.keys)
-        heapq.heappush(self._queue, (due, chain.number, chain))
+        self.put_back(chain, due)
         while len(self.by_name) > MAX_CHAINS or self._num_keys > self.max_keys:
             self.forget(next(iter(self.by_name)))
         if len(self._queue) > 2 * len(self.by_name) + QUEUE_SLACK:
@@ -115,31 +115,27 @@ class ExpectedChains:
         if chain is not None:
             self._num_keys -= len(chain.keys)
 
-    def first(self) -> _Expected:
-        """Returns the one that is looked at next, which may not be expected any more."""
-        return self._queue[0][2]
+    def take(self, now: float) -> _Expected | None:
+        """Takes the first chain that is due out of the queue; None if there is none. Forgets those that are late."""
+        while self.next_due <= now:
+            chain = heapq.heappop(self._queue)[2]
+            if self.has(chain):
+                if now <= chain.until:
+                    return chain
+                self.forget(chain.name)
+        return None
 
-    def put_off(self, due: float) -> None:
-        """The first one is looked at again when it is ``due``; if that is infinite, it is forgotten."""
-        _, number, chain = heapq.heappop(self._queue)
+    def put_back(self, chain: _Expected, due: float) -> None:
+        """The chain is looked at again when it is ``due``; if that is infinite, it is forgotten."""
         if due < math.inf:
-            heapq.heappush(self._queue, (due, number, chain))
-        elif self.has(chain):
+            heapq.heappush(self._queue, (due, chain.number, chain))
+        else:
             self.forget(chain.name)
 
     def clear(self) -> None:
         self.by_name.clear()
         self._queue.clear()
         self._num_keys = 0
-
-    def check_integrity(self) -> None:
-        """Raises IntegrityError if a bound is exceeded."""
-        if self._num_keys != sum(len(chain.keys) for chain in self.by_name.values()):
-            raise IntegrityError("the keys of expected chains are miscounted")
-        if len(self.by_name) > MAX_CHAINS or self._num_keys > self.max_keys:
-            raise IntegrityError("more chains are expected than may be")
-        if len(self._queue) > 2 * MAX_CHAINS + QUEUE_SLACK:
-            raise IntegrityError("chains that nobody expects are kept")
 
 
 class PrefetchedBlocks:
@@ -299,15 +295,14 @@ class Prefetcher:
             return
         if now < self._not_before or not self._waits.is_idle:
             return
-        chains = self.chains
         for _ in range(MAX_LOOKS):
-            if chains.next_due > now:
+            chain = self.chains.take(now)
+            if chain is None:
                 return
-            chain = chains.first()
-            due = self._begin_batch(chain, now) if chains.has(chain) and now <= chain.until else math.inf
+            due = self._begin_batch(chain, now)
+            self.chains.put_back(chain, due)
             if due <= now:
                 return
-            chains.put_off(due)
 
     def _begin_batch(self, chain: _Expected, now: float) -> float:
         """Reads the next blocks of ``chain`` if it is time. Returns when to look at it again: infinity if nothing is to
@@ -369,8 +364,3 @@ class Prefetcher:
             # It was not read in time, or others have taken its room.
             self.chains.forget(chain.name)
         return True
-
-    def check_integrity(self) -> None:
-        """Raises IntegrityError if a bound is exceeded."""
-        self.chains.check_integrity()
-        self.blocks.check_integrity()

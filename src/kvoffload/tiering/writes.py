@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, KeysView, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -21,7 +20,7 @@ from kvoffload.abc import (
 )
 from kvoffload.abc.tier import HIT, MISS, PENDING
 from kvoffload.cache.manager import PolicyOffloadingManager
-from kvoffload.tiering.chains import BACKLOG_SHARE, Backlog, Chain, ChainState, TierBlocks, WriteLog, WriteOutcome
+from kvoffload.tiering.chains import Backlog, Chain, ChainState, TierBlocks, WriteLog, WriteOutcome
 from kvoffload.tiering.plan import Bools, ChainLayout, WritePlan, plan_writes
 from kvoffload.tiering.rates import Ended
 from kvoffload.tiering.unwritten import PromisedBlocks
@@ -74,50 +73,6 @@ class Pace:
         return gives_up
 
 
-@dataclass(frozen=True, slots=True)
-class WriteSettings:
-    """Which blocks are written to one tier."""
-
-    groups: Sequence[KVGroup]
-    """The KV cache groups that keys name."""
-    admission: Admission | None = None
-    """Only leading blocks of a chain that it accepts are written. None: it accepts all."""
-    backlog_share: float = BACKLOG_SHARE
-    """Keys in the backlog, as a multiple of the host's blocks."""
-
-
-class ChainLimits:
-    """How much of a chain ``tier`` is given: what it has room for, since the tail of a longer chain would evict its
-    head, and what the ``admission`` accepts, since nothing behind could be found. None accepts all."""
-
-    def __init__(self, tier: Tier, layout: ChainLayout, admission: Admission | None) -> None:
-        self.admission = admission
-        self._tier = tier
-        self._layout = layout
-
-    def num_units(self, by_group: Sequence[Sequence[OffloadKey]]) -> int:
-        """Returns how many leading units of a chain the tier may be given."""
-        layout = self._layout
-        num_units = layout.num_units(by_group)
-        most_blocks = self._tier.most_blocks(by_group[0][0]) if num_units else None
-        if most_blocks is not None:
-            num_units = min(num_units, max(0, most_blocks - layout.num_states) // layout.kv_blocks_per_unit)
-        if self.admission is not None:
-            for keys, per_unit in zip(by_group, layout.blocks_per_unit, strict=True):
-                accepted = self.admission.accepts(keys[: num_units * per_unit])
-                if not all(accepted):
-                    num_units = accepted.index(False) // per_unit
-        return num_units
-
-    def num_promised(self, by_group: Sequence[Sequence[OffloadKey]], promised: Collection[OffloadKey]) -> int:
-        """Returns how many leading units of a chain have all of ``promised``."""
-        num_units = 0
-        for keys, per_unit in zip(by_group, self._layout.blocks_per_unit, strict=True):
-            last = next((i for i in range(len(keys) - 1, -1, -1) if keys[i] in promised), -1)
-            num_units = max(num_units, last // per_unit + 1)
-        return min(num_units, self._layout.num_units(by_group))
-
-
 class WriteThrough:
     """Writes to ``tier`` the blocks that it lacks of chains that requests touch or store. Their bytes come from
     ``host``.
@@ -132,14 +87,17 @@ class WriteThrough:
     Chains with blocks of ``promised``, which the tier has promised to retain, are written first and up to the last of
     these, whatever the admission says. If that fails they are written again until ``promised`` ends.
 
-    ``count`` takes the counters ``tier_NAME`` of METRICS, by NAME.
+    ``admission``: only leading blocks of a chain that it accepts are written; None accepts all. ``backlog_share``: keys
+    in the backlog, as a multiple of the host's blocks. ``count`` takes the counters ``tier_NAME`` of METRICS, by NAME.
     """
 
     def __init__(
         self,
         host: PolicyOffloadingManager,
         tier: Tier,
-        settings: WriteSettings,
+        groups: Sequence[KVGroup],
+        backlog_share: float,
+        admission: Admission | None,
         promised: PromisedBlocks,
         count: Callable[[str, float], None],
         clock: Callable[[], float],
@@ -147,16 +105,16 @@ class WriteThrough:
         self._host = host
         self._tier = tier
         self._promised = promised
-        self._layout = ChainLayout(settings.groups)
+        self._layout = ChainLayout(groups)
         self._count = count
         self._clock = clock
-        self._limits = ChainLimits(tier, self._layout, settings.admission)
+        self._admission = admission
         self._blocks = TierBlocks(host, tier, self._layout)
         self.writing: KeysView[OffloadKey] = self._blocks.history_of.keys()
         """Blocks that the tier has not reported yet, each with a pin in the host."""
         # Chains name a state for every unit; hardly any of them exist.
         keys_per_block = sum(self._layout.blocks_per_unit) / self._layout.kv_blocks_per_unit
-        self.backlog = Backlog(max(1, int(host.num_blocks * settings.backlog_share * keys_per_block)))
+        self.backlog = Backlog(max(1, int(host.num_blocks * backlog_share * keys_per_block)))
         self._pace = Pace()
 
     # State.
@@ -176,8 +134,8 @@ class WriteThrough:
     def is_done(self, keys: Sequence[OffloadKey]) -> Bools:
         """Returns which of ``keys`` the tier holds, or will not be given."""
         done: Bools = self._tier.contains(keys) == HIT
-        if self._limits.admission is not None and not done.all():
-            done |= ~np.array(self._limits.admission.accepts(keys), dtype=np.bool_)
+        if self._admission is not None and not done.all():
+            done |= ~np.array(self._admission.accepts(keys), dtype=np.bool_)
         return done
 
     def may_write(self, keys: Sequence[OffloadKey], request: str) -> bool:
@@ -196,8 +154,8 @@ class WriteThrough:
 
     def count_request(self, keys: Sequence[OffloadKey], req_context: ReqContext | None) -> None:
         """Tells the admission that a request asks for ``keys``."""
-        if self._limits.admission is not None:
-            self._limits.admission.count(keys, req_context)
+        if self._admission is not None:
+            self._admission.count(keys, req_context)
 
     def owes(self, keys: Sequence[OffloadKey]) -> bool:
         """Returns whether the tier was promised some of ``keys`` and has not got them."""
@@ -218,10 +176,10 @@ class WriteThrough:
             self.backlog.move(before, ChainState.GONE)
         keys = list(keys)
         by_group = self._layout.split(keys)
-        num_units, waiting = self._limits.num_units(by_group), self._promised.deadlines
+        num_units, waiting = most_units(self._tier, self._layout, self._admission, by_group), self._promised.deadlines
         promised = [key for key in keys if key in waiting] if waiting else []
         if promised:
-            num_units = max(num_units, self._limits.num_promised(by_group, waiting))
+            num_units = max(num_units, promised_units(self._layout, by_group, waiting))
         if num_units == 0:
             return
         chain = Chain(keys, by_group, num_units, is_whole, request, history)
@@ -416,6 +374,35 @@ class WriteThrough:
                     lacking = (self._tier.contains(before) == MISS) & ~self._blocks.in_tier(before, chain.history)
                     if lacking.any():
                         raise IntegrityError("a chain is written behind a hole")
+
+
+def most_units(
+    tier: Tier, layout: ChainLayout, admission: Admission | None, by_group: Sequence[Sequence[OffloadKey]]
+) -> int:
+    """Returns how many leading units of a chain ``tier`` may be given: what it has room for, since the tail of a longer
+    chain would evict its head, and what the ``admission`` accepts, since nothing behind could be found. None accepts
+    all."""
+    num_units = layout.num_units(by_group)
+    most_blocks = tier.most_blocks(by_group[0][0]) if num_units else None
+    if most_blocks is not None:
+        num_units = min(num_units, max(0, most_blocks - layout.num_states) // layout.kv_blocks_per_unit)
+    if admission is not None:
+        for keys, per_unit in zip(by_group, layout.blocks_per_unit, strict=True):
+            accepted = admission.accepts(keys[: num_units * per_unit])
+            if not all(accepted):
+                num_units = accepted.index(False) // per_unit
+    return num_units
+
+
+def promised_units(
+    layout: ChainLayout, by_group: Sequence[Sequence[OffloadKey]], promised: Collection[OffloadKey]
+) -> int:
+    """Returns how many leading units of a chain have all of ``promised``."""
+    num_units = 0
+    for keys, per_unit in zip(by_group, layout.blocks_per_unit, strict=True):
+        last = next((i for i in range(len(keys) - 1, -1, -1) if keys[i] in promised), -1)
+        num_units = max(num_units, last // per_unit + 1)
+    return min(num_units, layout.num_units(by_group))
 
 
 def _count_results(writes: Ended, count: Callable[[str, float], None]) -> None:
