@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-import numpy as np
 import pytest
 
 from kvoffload.abc import KVGroup, OffloadKey, ReqContext
@@ -13,8 +12,6 @@ from kvoffload.cache.slots import HostBackend
 from kvoffload.testing.tier_conformance import make_pools
 from kvoffload.tiering import steps
 from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings
-from kvoffload.tiering.steps import RequestChains
-from tests.clock import Clock
 from tests.sim.memory_tier import MemoryTier
 
 KEYS = [bytes([i]) * 36 for i in range(6)]
@@ -22,14 +19,6 @@ KEYS = [bytes([i]) * 36 for i in range(6)]
 
 def context(name: str = "r") -> ReqContext:
     return ReqContext(name)
-
-
-def test_requests_that_never_end_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "MAX_REQUESTS", 2)
-    chains = RequestChains((), 1, Clock())
-    for name in "abc":
-        chains.touch(KEYS[:1], None, np.array([1]), context(name))
-    assert list(chains._held_back) == ["b", "c"]
 
 
 class WatchedTier(MemoryTier):
@@ -77,3 +66,12 @@ def test_other_chains_are_shown_whole_when_they_arrive(
     manager.touch(keys, request)
     manager.end_chain(keys, [], request)
     assert tier.shown == [("touch", keys), ("reorder", keys)]
+
+
+def test_requests_that_never_end_are_forgotten(
+    manager: TieredOffloadingManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "MAX_REQUESTS", 2)
+    for name in "abc":
+        manager.touch(KEYS[:1], context(name))
+    assert list(manager._steps._held_back) == ["b", "c"]

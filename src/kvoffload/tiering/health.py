@@ -442,11 +442,6 @@ class TierState:
             if is_test:
                 health.begin_test(begun[0])
 
-    def end_writes(self, writes: Ended, now: float) -> None:
-        """Takes in writes that have ended."""
-        self.writes.ended(writes)
-        self.write_health.ended(writes, now)
-
     # Failures.
 
     def update(self, now: float) -> None:

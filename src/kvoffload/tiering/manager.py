@@ -45,7 +45,7 @@ from kvoffload.tiering.health import TierState
 from kvoffload.tiering.lookup import LoadGate, explain_miss, find_hit, states_below
 from kvoffload.tiering.prefetch import Prefetcher
 from kvoffload.tiering.rates import by_direction
-from kvoffload.tiering.steps import RequestChains, TierSteps
+from kvoffload.tiering.steps import TierSteps
 from kvoffload.tiering.unwritten import UnwrittenPins
 from kvoffload.tiering.waits import Waits
 from kvoffload.tiering.writes import WriteThrough
@@ -123,9 +123,8 @@ class TieredOffloadingManager(TieredManager):
         is_strict, groups = settings.load_only_if_faster, settings.groups
         self._gate = LoadGate(host, self.tiers, groups, self._waits, self._reasons, is_strict)
         max_writing = max(1, int(host.num_blocks * settings.write_share) // max(1, len(tiers)))
-        self._chains = RequestChains(self.tiers, max_writing, clock)
         moved = MovedBytes(settings.tenants) if settings.tenants is not None and settings.tenants.names else None
-        self._steps = TierSteps(host, self.tiers, self._waits, self._chains, moved, clock)
+        self._steps = TierSteps(host, self.tiers, self._waits, max_writing, moved, clock)
         self.prefetcher = Prefetcher(host, self._waits, self._gate, self._counts, clock, self._steps.on_device)
 
     # Lookup. ``lookup`` is the contract's: it calls ``lookup_each`` with Need.RUN.
@@ -147,7 +146,7 @@ class TieredOffloadingManager(TieredManager):
         self._steps.may_change |= search.is_unanswered
         if coming.keys:
             wanted = dict(zip(coming.keys, coming.sources.tolist(), strict=True))
-            self._chains.waits(self._waits.begin(wanted, req_context))
+            self._steps.begin_wait(self._waits.begin(wanted, req_context))
         return states
 
     def states(self, keys: Sequence[OffloadKey], chain: Sequence[OffloadKey] = ()) -> States:
@@ -172,7 +171,7 @@ class TieredOffloadingManager(TieredManager):
         wait = self._waits.release(req_context)
         if wait is None:
             return {}
-        self._chains.released(wait)
+        self._steps.end_wait(wait)
         return wait.promoted
 
     # Steps.
@@ -239,7 +238,7 @@ class TieredOffloadingManager(TieredManager):
             self.prefetcher.used(keys, req_context)
         found = self.host.table.find(keys)
         self.host.touch(keys, req_context, chain, found)
-        self._chains.touch(keys, chain, found, req_context)
+        self._steps.touch(keys, chain, found, req_context)
 
     def end_chain(
         self,
@@ -251,8 +250,8 @@ class TieredOffloadingManager(TieredManager):
         self.host.end_chain(keys, stored, req_context)
         if req_context is not None and req_context.hints is not None and not self._steps.is_off:
             self.prefetcher.expect_return(keys, req_context)
-        self._chains.end(keys, stored, req_context, keys if chain is None else chain)
-        self._chains.write()
+        self._steps.end_chain(keys, stored, req_context, keys if chain is None else chain)
+        self._steps.write()
 
     def retain(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Retained:
         """Retains ``keys`` in the first tier whose quota has room for all of them, host memory first."""
@@ -297,7 +296,7 @@ class TieredOffloadingManager(TieredManager):
         else:
             for tier in self.tiers:
                 tier.writes.store_failed()
-        self._chains.write()
+        self._steps.write()
 
     def note_dropped(self, keys: Sequence[OffloadKey]) -> None:
         """Counts writes of ``keys``, which the host has no room for."""
@@ -351,7 +350,7 @@ class TieredOffloadingManager(TieredManager):
     def _reset_host(self) -> None:
         self.prefetcher.clear()
         self._waits.release_all()
-        self._chains.clear()
+        self._steps.clear_chains()
         self.host.reset()
 
     def _leave_shared_tiers(self) -> None:
@@ -386,7 +385,7 @@ class TieredOffloadingManager(TieredManager):
         self._waits.check_integrity()
         for tier in self.tiers:
             tier.check_integrity()
-        if any(len(tier.writes.writing) > self._chains.max_writing for tier in self.tiers):
+        if any(len(tier.writes.writing) > self._steps.max_writing for tier in self.tiers):
             raise IntegrityError("more blocks are being written to lower tiers than WRITE_SHARE allows")
 
 

@@ -26,27 +26,48 @@ MAX_REQUESTS = 4096
 """Requests that are remembered. The oldest is forgotten: its use is not counted."""
 
 
-class RequestChains:
-    """Offers chains to ``tiers`` to write: at most ``max_writing`` blocks per tier at a time.
+class TierSteps:
+    """Takes in what ``tiers`` have ended, begins reads, and writes of at most ``max_writing`` blocks per tier, and
+    switches off tiers that have a fault.
 
-    A chain that was touched is offered at once. If the host has nothing of it, that is left to the next ``write``,
-    unless its request waits for a tier by then, which may bring all of it: then it is offered when the request is
-    released, to those tiers from which not all of it has come.
+    A chain that was touched is offered to tiers at once, to be written. If the host has nothing of it, that is left to
+    the next ``write``, unless its request waits for a tier by then, which may bring all of it: then it is offered when
+    the request is released, to those tiers from which not all of it has come.
 
     If host memory holds the whole chain of a request when it arrives, nothing is read from a tier for it: the tiers
     count its use when it ends, because one pass over the chain is enough. Otherwise they count the whole chain at once,
     so that no head is older than its tail.
     """
 
-    def __init__(self, tiers: Sequence[TierState], max_writing: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        host: PolicyOffloadingManager,
+        tiers: Sequence[TierState],
+        waits: Waits,
+        max_writing: int,
+        moved: MovedBytes | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self.is_off = not tiers
+        """Whether all tiers are off."""
+        self.may_change = False
+        """Whether lookups may have another result in the next step in any case: a tier did not know yet whether it
+        holds a block, or was switched off."""
+        self.on_device: set[OffloadKey] = set()
+        """What the device holds of the requests that have ended, if ``host`` does not repeat it."""
+        self.moved = moved
         self.max_writing = max_writing
         """Each tier has its own share: one that hangs stops no other."""
+        self._host = host
         self._tiers = tiers
+        self._waits = waits
         self._clock = clock
         self._held_back: OrderedDict[str, int] = OrderedDict()
         """By request, the blocks of its chain whose use is counted when it ends."""
         self._touched: dict[str, Sequence[OffloadKey]] = {}
         """Chains, by request, that were touched since the last ``write``."""
+
+    # Requests.
 
     def touch(
         self, keys: Sequence[OffloadKey], chain: Sequence[OffloadKey] | None, found: Slots, context: ReqContext | None
@@ -75,7 +96,7 @@ class RequestChains:
         else:
             self._offer(chain, None if context is None else context.req_id)
 
-    def end(
+    def end_chain(
         self,
         keys: Sequence[OffloadKey],
         stored: Collection[OffloadKey],
@@ -98,11 +119,11 @@ class RequestChains:
             if tier.takes_chains and (not _ends_session(context) or tier.writes.owes(chain)):
                 tier.writes.offer(chain, request, is_whole=True)
 
-    def waits(self, wait: Wait) -> None:
+    def begin_wait(self, wait: Wait) -> None:
         """A request waits for blocks, which may be all of its chain."""
         wait.chain = self._touched.pop(wait.context.req_id, wait.chain)
 
-    def released(self, wait: Wait) -> None:
+    def end_wait(self, wait: Wait) -> None:
         """A request waits no more."""
         for tier in self._tiers if wait.chain else ():
             if tier.takes_chains and len(wait.promoted.get(tier.name, ())) < len(wait.chain):
@@ -123,37 +144,12 @@ class RequestChains:
             if tier.writes.backlog.is_ready:
                 tier.write(self.max_writing - len(tier.writes.writing), self._clock())
 
-    def clear(self) -> None:
+    def clear_chains(self) -> None:
         self._touched.clear()
         for tier in self._tiers:
             tier.writes.clear()
 
-
-class TierSteps:
-    """Takes in what ``tiers`` have ended, begins reads and writes, and switches off tiers that have a fault."""
-
-    def __init__(
-        self,
-        host: PolicyOffloadingManager,
-        tiers: Sequence[TierState],
-        waits: Waits,
-        chains: RequestChains,
-        moved: MovedBytes | None,
-        clock: Callable[[], float],
-    ) -> None:
-        self.is_off = not tiers
-        """Whether all tiers are off."""
-        self.may_change = False
-        """Whether lookups may have another result in the next step in any case: a tier did not know yet whether it
-        holds a block, or was switched off."""
-        self.on_device: set[OffloadKey] = set()
-        """What the device holds of the requests that have ended, if ``host`` does not repeat it."""
-        self.moved = moved
-        self._host = host
-        self._tiers = tiers
-        self._waits = waits
-        self._chains = chains
-        self._clock = clock
+    # Steps.
 
     def poll(self) -> bool:
         """Does what there is to do now. Returns whether a lookup may have another result now."""
@@ -169,14 +165,15 @@ class TierSteps:
             if tier.tier.fault is not None:
                 self.switch_off(tier, tier.tier.fault)
         changed |= self._waits.poll(may_take_back=not changed)
-        self._chains.write()
+        self.write()
         return changed | self.may_change
 
     def _take_in(self, tier: TierState, results: Sequence[TierResult]) -> bool:
         """Takes in transfers of a tier that have ended. Returns whether there were reads."""
         reads, writes = by_direction(results)
         if writes.keys:
-            tier.end_writes(writes, self._clock())
+            tier.writes.ended(writes)
+            tier.write_health.ended(writes, self._clock())
             if not self.on_device.isdisjoint(writes.keys):
                 self.note_device([key for key in writes.keys if key in self.on_device])
         if reads.keys:
