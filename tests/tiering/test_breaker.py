@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvoffload.abc import (
-    Ability,
-    LookupState,
-    OffloadKey,
-    ReqContext,
-    TierError,
-    TierResult,
-)
+from kvoffload.abc import Ability, LookupState, OffloadKey, ReqContext, TierError, TierResult
 from kvoffload.tiering.health import (
     FAILURE_PERIOD_S,
     JITTER,
@@ -26,15 +19,7 @@ from kvoffload.tiering.health import (
     CircuitBreaker,
 )
 from kvoffload.tiering.rates import Ended
-from tests.tiering.rig import (
-    A,
-    B,
-    Rig,
-    chain,
-    content,
-    on_disk,
-    slot_of,
-)
+from tests.tiering.rig import A, B, Rig, chain, content, on_disk, slot_of
 
 
 def hang(rig: Rig, name: str = "x") -> list[OffloadKey]:

@@ -55,12 +55,7 @@ LIES: dict[str, Sequence[Any]] = {
     "most_blocks": ("1", 0.5, [1]),
     "stats": (None, {}, (None,) * 5, [TierStats()]),
     "tenant_uses": (None, 7, {}),
-    "contains": (
-        None,
-        HIT,
-        [HIT] * 100,
-        *(partial(all_in, state) for state in STATES),
-    ),
+    "contains": (None, HIT, [HIT] * 100, *(partial(all_in, state) for state in STATES)),
     "read": (*KEYS, lambda keys, slots: [*keys, *keys], lambda keys, slots: chain("other", 1)),
     "write": (*KEYS, lambda keys, slots: [*keys, *keys], lambda keys, slots: chain("other", 1)),
     "take_evicted": KEYS,

@@ -7,13 +7,7 @@ import pytest
 from kvoffload.abc import Hints, OffloadKey, ReqContext
 from kvoffload.tiering import prefetch
 from kvoffload.tiering.lookup import find_hit
-from kvoffload.tiering.prefetch import (
-    BATCH_S,
-    HELD_SHARE,
-    LEAD_S,
-    MAX_CHAINS,
-    SWEEP_EVERY_S,
-)
+from kvoffload.tiering.prefetch import BATCH_S, HELD_SHARE, LEAD_S, MAX_CHAINS, SWEEP_EVERY_S
 from tests.tiering.rig import Rig, chain
 
 RETURNS_IN_S = 100.0

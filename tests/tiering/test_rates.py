@@ -7,19 +7,10 @@ from random import Random
 import numpy as np
 import pytest
 
-from kvoffload.abc import (
-    MissReason,
-    ReqContext,
-    TierResult,
-)
+from kvoffload.abc import MissReason, ReqContext, TierResult
 from kvoffload.tiering.lookup import RATE_TTL_S, num_worth_loading
 from kvoffload.tiering.rates import Ended, ReadEstimator
-from tests.tiering.rig import (
-    A,
-    B,
-    Rig,
-    chain,
-)
+from tests.tiering.rig import A, B, Rig, chain
 
 
 def test_reads_at_the_same_time_count_once() -> None:

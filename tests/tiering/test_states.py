@@ -8,17 +8,7 @@ import pytest
 
 from kvoffload.abc import KVGroup, LookupState, MissReason, OffloadKey, ReqContext
 from kvoffload.tiering.writes import MAX_WRITES_PER_BLOCK
-from tests.tiering.rig import (
-    A,
-    B,
-    Rig,
-    chain,
-    compute,
-    content,
-    in_tier,
-    lookup_last,
-    on_disk,
-)
+from tests.tiering.rig import A, B, Rig, chain, compute, content, in_tier, lookup_last, on_disk
 from tests.tiering.test_lookup import RemoteTier, put
 
 STATE = KVGroup(16, state=True)

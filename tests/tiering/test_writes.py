@@ -6,24 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvoffload.abc import (
-    IntegrityError,
-    OffloadKey,
-    Slots,
-)
+from kvoffload.abc import IntegrityError, OffloadKey, Slots
 from kvoffload.tiering.chains import MAX_REST_S
 from kvoffload.tiering.manager import WRITE_SHARE
 from kvoffload.tiering.writes import PATIENCE_S
-from tests.tiering.rig import (
-    A,
-    B,
-    Rig,
-    begin,
-    chain,
-    compute,
-    in_tier,
-    on_disk,
-)
+from tests.tiering.rig import A, B, Rig, begin, chain, compute, in_tier, on_disk
 
 
 def evict(rig: Rig, victims: list[OffloadKey], stored: list[OffloadKey]) -> None:

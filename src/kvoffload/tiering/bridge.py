@@ -162,12 +162,7 @@ class TierBridge:
         return states
 
     def store(
-        self,
-        job: int,
-        keys: Sequence[OffloadKey],
-        pages: Sequence[Page],
-        chain: Sequence[OffloadKey],
-        request: str,
+        self, job: int, keys: Sequence[OffloadKey], pages: Sequence[Page], chain: Sequence[OffloadKey], request: str
     ) -> None:
         """Begins to store ``keys[i]`` from ``pages[i]``. The pages must not change until ``finished`` reports the job.
 

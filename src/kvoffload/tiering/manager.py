@@ -281,10 +281,7 @@ class TieredOffloadingManager(TieredManager):
         self._steps.note_device(held, left)
 
     def complete_store(
-        self,
-        blocks: LoadStoreSpec | Sequence[OffloadKey],
-        req_context: ReqContext | None = None,
-        success: bool = True,
+        self, blocks: LoadStoreSpec | Sequence[OffloadKey], req_context: ReqContext | None = None, success: bool = True
     ) -> None:
         self.host.complete_store(blocks, req_context, success)
         if success:

@@ -8,16 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from kvoffload.abc import (
-    Admission,
-    IntegrityError,
-    KVGroup,
-    MissReason,
-    OffloadKey,
-    ReqContext,
-    Tier,
-    TierError,
-)
+from kvoffload.abc import Admission, IntegrityError, KVGroup, MissReason, OffloadKey, ReqContext, Tier, TierError
 from kvoffload.abc.tier import HIT, MISS, PENDING
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.tiering.chains import Backlog, Chain, ChainState, TierBlocks, WriteLog, WriteOutcome
