@@ -476,7 +476,7 @@ def test_stores_are_dropped_while_no_tier_can_be_written() -> None:
     rig.settle()
     rig.store(others, others, "z")
     rig.settle()
-    assert rig.manager.tiers[0].can_write
+    assert rig.manager.tiers[0].write_health.state is BreakerState.WORKING
     assert rig.held(others) == [0, 1, 2, 3]
 
 

@@ -497,14 +497,14 @@ class Run:
     def prefetch_until(self, now: float) -> None:
         """Prefetches what is due before ``now``, as an engine that makes steps all the time."""
         manager = self.manager
-        while isinstance(manager, TieredOffloadingManager) and manager.prefetcher.next_due <= now:
-            self.now = max(self.now, manager.prefetcher.next_due)
-            before = manager.prefetcher.next_due
+        while isinstance(manager, TieredOffloadingManager) and manager.prefetcher.chains.next_due <= now:
+            self.now = max(self.now, manager.prefetcher.chains.next_due)
+            before = manager.prefetcher.chains.next_due
             manager.poll()
             assert self.tier is not None
             while self.tier.is_busy:
                 manager.poll()
-            if manager.prefetcher.next_due == before and not manager.prefetcher.reading:
+            if manager.prefetcher.chains.next_due == before and not manager.prefetcher.reading:
                 break
 
     def serve(self, request: int, chain: list[OffloadKey], prompt: list[OffloadKey]) -> None:

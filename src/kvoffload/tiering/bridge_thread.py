@@ -25,6 +25,7 @@ from kvoffload.abc import LoadStoreSpec, OffloadKey, ReqContext
 from kvoffload.abc.tier import HIT, MISS
 from kvoffload.locks import FairLock
 from kvoffload.tiering.bridge_jobs import BridgeJob, Jobs, RequestChain
+from kvoffload.tiering.health import BreakerState
 from kvoffload.tiering.manager import TieredOffloadingManager
 from kvoffload.tiering.plan import Bools
 
@@ -213,7 +214,8 @@ class Stores:
         self._staged = []
         for each in staged:
             may_be_written = any(
-                tier.can_write and tier.writes.may_write(each.keys, each.request) for tier in self._manager.tiers
+                tier.write_health.state is BreakerState.WORKING and tier.writes.may_write(each.keys, each.request)
+                for tier in self._manager.tiers
             )
             if not everything and now < each.deadline and may_be_written:
                 self._staged.append(each)

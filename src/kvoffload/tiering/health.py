@@ -190,9 +190,8 @@ class CircuitBreaker:
         self.overdue = set(under_way)
         self.num_hangs += 1
         if self.state not in (BreakerState.OPEN, BreakerState.OFF):
-            self._open(now)
+            self._open(now, f"it has ended none of them for {stalled_s:.1f} s")
             self._hangs = True
-            self._note_pause(f"it has ended none of them for {stalled_s:.1f} s")
         return True
 
     # Failures.
@@ -214,9 +213,7 @@ class CircuitBreaker:
     def _end_test(self, error: TierError | None, is_failure: bool, now: float) -> None:
         self._test = None
         if error not in (TierError.CORRUPT, TierError.AWAY):
-            self._decide(not is_failure, now)
-            if is_failure:
-                self._note_pause(f"a test failed ({error})", is_full=error is TierError.NO_SPACE)
+            self._decide(not is_failure, now, f"a test failed ({error})", error is TierError.NO_SPACE)
         elif self.state is BreakerState.TESTING:
             # The block was bad, or the part of the medium that has it is away: another one decides.
             self.state = BreakerState.HALF_OPEN
@@ -224,7 +221,7 @@ class CircuitBreaker:
     def lookups_failed(self, num_lookups: int, now: float) -> None:
         """Takes in that lookups have failed, or were not answered in time."""
         if num_lookups > 0:
-            self._decide(False, now)
+            self._decide(False, now, "a lookup failed")
             self._add_failures({"lookups": num_lookups}, now)
 
     def _add_failures(self, failures: Mapping[str, int], now: float) -> None:
@@ -233,39 +230,34 @@ class CircuitBreaker:
             return
         self._failures.extend([now] * min(sum(failures.values()), MAX_FAILURES))
         if len(self._failures) == MAX_FAILURES and now - self._failures[0] <= FAILURE_PERIOD_S:
-            self._open(now)
             latest = ", ".join(f"{count} {kind}" for kind, count in failures.items())
-            self._note_pause(
-                f"{MAX_FAILURES} failures within {FAILURE_PERIOD_S:.0f} s (the latest: {latest})",
-                is_full=failures.keys() == {str(TierError.NO_SPACE)},
-            )
+            reason = f"{MAX_FAILURES} failures within {FAILURE_PERIOD_S:.0f} s (the latest: {latest})"
+            self._open(now, reason, failures.keys() == {str(TierError.NO_SPACE)})
 
-    def _decide(self, works: bool, now: float) -> None:
+    def _decide(self, works: bool, now: float, reason: str, is_full: bool = False) -> None:
         """Ends the test, if the ability is being tested or to be tested: ``works`` says whether it is used again."""
-        if self.state not in (BreakerState.HALF_OPEN, BreakerState.TESTING):
-            return
-        if works:
-            self._close(now)
-        else:
-            self._open(now)
+        if self.state in (BreakerState.HALF_OPEN, BreakerState.TESTING):
+            if works:
+                self._close(now)
+            else:
+                self._open(now, reason, is_full)
 
-    def _open(self, now: float) -> None:
+    def _open(self, now: float, reason: str, is_full: bool = False) -> None:
+        """Pauses the ability for ``reason``; ``is_full``: because the medium has no room."""
         is_again = self.state is not BreakerState.WORKING or now < self._until
         self.pause_s = min(MAX_PAUSES_S[self._ability], 2 * self.pause_s) if is_again else PAUSE_S
         self._until = now + self.pause_s * (1 + JITTER * self._random())
         self.state = BreakerState.OPEN
         self._hangs = False
         self._failures.clear()
+        self.was_paused = True
+        self._log.paused(reason, is_full, self.pause_s)
 
     def _close(self, now: float) -> None:
         self.state = BreakerState.WORKING
         self._hangs = False
         self._until = now + min(FAILURE_PERIOD_S, TRUST_FACTOR * self.pause_s)
         self._log.works_again()
-
-    def _note_pause(self, reason: str, is_full: bool = False) -> None:
-        self.was_paused = True
-        self._log.paused(reason, is_full, self.pause_s)
 
 
 class OpenQuestions:
@@ -377,11 +369,6 @@ class TierState:
         return self.read_health.state is BreakerState.WORKING
 
     @property
-    def can_write(self) -> bool:
-        """Whether the tier is given blocks to write, and not only a test."""
-        return self.write_health.state is BreakerState.WORKING
-
-    @property
     def takes_chains(self) -> bool:
         """Whether the tier is given chains to write, now or soon."""
         return self.write_health.state not in (BreakerState.OPEN, BreakerState.OFF)
@@ -390,11 +377,6 @@ class TierState:
     def num_reading(self) -> int:
         """Blocks under way, without those that are overdue."""
         return len(self.reads) - len(self.read_health.overdue)
-
-    @property
-    def has_transfers(self) -> bool:
-        """Whether the tier has blocks to read or to write that it has not reported yet."""
-        return bool(self.reads or self.writes.writing)
 
     def take_gauges(self, now: float) -> dict[str, float]:
         """Counts what the tier itself has counted, and returns its gauges and the counts of its tenants."""
@@ -462,8 +444,3 @@ class TierState:
         for health in (self.read_health, self.write_health):
             if health.state is BreakerState.OPEN:
                 health.update(now)
-
-    def check_integrity(self) -> None:
-        """Raises IntegrityError if the tier's or the write-through's accounts do not balance."""
-        self.writes.check_integrity()
-        self.tier.check_integrity()

@@ -204,7 +204,7 @@ class TieredOffloadingManager(TieredManager):
     @property
     def has_transfers(self) -> bool:
         """Whether a tier has blocks to read or to write that it has not reported yet."""
-        return any(tier.has_transfers for tier in self.tiers)
+        return any(tier.reads or tier.writes.writing for tier in self.tiers)
 
     @property
     def num_promotions(self) -> int:
@@ -292,7 +292,8 @@ class TieredOffloadingManager(TieredManager):
                 tier.writes.stored(keys)
         else:
             for tier in self.tiers:
-                tier.writes.store_failed()
+                # Chains that wait for blocks which were to become ready in the host are planned again.
+                tier.writes.stored(list(tier.writes.backlog.awaited))
         self._steps.write()
 
     def note_dropped(self, keys: Sequence[OffloadKey]) -> None:
@@ -381,7 +382,8 @@ class TieredOffloadingManager(TieredManager):
         self.prefetcher.blocks.check_integrity()
         self._waits.check_integrity()
         for tier in self.tiers:
-            tier.check_integrity()
+            tier.writes.check_integrity()
+            tier.tier.check_integrity()
         if any(len(tier.writes.writing) > self._steps.max_writing for tier in self.tiers):
             raise IntegrityError("more blocks are being written to lower tiers than WRITE_SHARE allows")
 

@@ -231,11 +231,6 @@ class Prefetcher:
         self._not_before = -math.inf
         """When the next batch may be read."""
 
-    @property
-    def next_due(self) -> float:
-        """When there may be something to read; infinite if nothing is expected."""
-        return self.chains.next_due
-
     # Requests.
 
     def expect_return(self, keys: Sequence[OffloadKey], context: ReqContext) -> None:

@@ -86,7 +86,8 @@ class TierSteps:
         chain = keys if chain is None else chain
         for tier in self._tiers:
             if tier.can_read or tier.takes_chains:
-                tier.writes.count_request(chain, context)
+                if tier.writes.admission is not None:
+                    tier.writes.admission.count(chain, context)
                 if not is_held_back:
                     tier.tier.touch(keys)
         if is_held_back or _ends_session(context):
@@ -116,7 +117,8 @@ class TierSteps:
                     tier.tier.touch(tail, stored)
                 if head:
                     tier.tier.touch(head)
-            if tier.takes_chains and (not _ends_session(context) or tier.writes.owes(chain)):
+            promised = tier.writes.promised.deadlines.keys()
+            if tier.takes_chains and (not _ends_session(context) or not promised.isdisjoint(chain)):
                 tier.writes.offer(chain, request, is_whole=True)
 
     def begin_wait(self, wait: Wait) -> None:

@@ -28,6 +28,13 @@ PROMOTION_SHARE = 0.5
 """
 MAX_WAITS = 4096
 """Requests with a Wait. Above this limit, requests use only host memory."""
+FAILED = {
+    TierError.CORRUPT: (MissReason.CORRUPT, "bad_blocks"),
+    # Others have evicted it since the lookup, or this process has deleted it.
+    TierError.GONE: (MissReason.EVICTED, ""),
+}
+READ_FAILED = (MissReason.READ_FAILED, "read_failures")
+"""Why a block that could not be read is missing, and what is counted."""
 MAX_READS = 1024
 """Maximum number of blocks that are read from one tier at a time."""
 
@@ -407,20 +414,13 @@ class Waits:
                     self._pin(wait, arrived, tier.name, now)
 
     def _explain_failures(self, tier: TierState, ended: Ended) -> None:
-        errors = dict(zip(ended.keys, ended.errors, strict=True))
-        corrupt = [key for key, error in errors.items() if error is TierError.CORRUPT]
-        # Others have evicted it since the lookup, or this process has deleted it.
-        gone = [key for key, error in errors.items() if error is TierError.GONE]
-        unread = [key for key, error in errors.items() if error not in (None, TierError.CORRUPT, TierError.GONE)]
-        tier.writes.note_lost(len(corrupt) + len(gone) + len(unread))
-        tier.count("bad_blocks", len(corrupt))
-        tier.count("read_failures", len(unread))
-        for keys, reason in (
-            (corrupt, MissReason.CORRUPT),
-            (gone, MissReason.EVICTED),
-            (unread, MissReason.READ_FAILED),
-        ):
-            self._reasons.record(keys, reason)
+        for key, error in zip(ended.keys, ended.errors, strict=True):
+            if error is not None:
+                reason, counter = FAILED.get(error, READ_FAILED)
+                tier.writes.note_lost(1)
+                self._reasons.record([key], reason)
+                if counter:
+                    tier.count(counter, 1)
 
     # Pins.
 

@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from kvoffload.abc import Admission, IntegrityError, KVGroup, MissReason, OffloadKey, ReqContext, Tier, TierError
+from kvoffload.abc import Admission, IntegrityError, KVGroup, MissReason, OffloadKey, Tier, TierError
 from kvoffload.abc.tier import HIT, MISS, PENDING
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.tiering.chains import Backlog, Chain, ChainState, TierBlocks, WriteLog, WriteOutcome
@@ -95,11 +95,11 @@ class WriteThrough:
     ) -> None:
         self._host = host
         self._tier = tier
-        self._promised = promised
+        self.promised = promised
         self._layout = ChainLayout(groups)
         self._count = count
         self._clock = clock
-        self._admission = admission
+        self.admission = admission
         self._blocks = TierBlocks(host, tier, self._layout)
         self.writing: KeysView[OffloadKey] = self._blocks.history_of.keys()
         """Blocks that the tier has not reported yet, each with a pin in the host."""
@@ -113,7 +113,7 @@ class WriteThrough:
     @property
     def is_busy(self) -> bool:
         """Whether there is a backlog, or promised blocks are being written, and the tier makes progress."""
-        urgent = (self.backlog.awaited, self._promised.deadlines)
+        urgent = (self.backlog.awaited, self.promised.deadlines)
         has_work = self.backlog.is_ready or not all(map(self.writing.isdisjoint, urgent))
         return has_work and self._pace.is_patient(self._clock())
 
@@ -125,8 +125,8 @@ class WriteThrough:
     def is_done(self, keys: Sequence[OffloadKey]) -> Bools:
         """Returns which of ``keys`` the tier holds, or will not be given."""
         done: Bools = self._tier.contains(keys) == HIT
-        if self._admission is not None and not done.all():
-            done |= ~np.array(self._admission.accepts(keys), dtype=np.bool_)
+        if self.admission is not None and not done.all():
+            done |= ~np.array(self.admission.accepts(keys), dtype=np.bool_)
         return done
 
     def may_write(self, keys: Sequence[OffloadKey], request: str) -> bool:
@@ -143,15 +143,6 @@ class WriteThrough:
 
     # What happens elsewhere.
 
-    def count_request(self, keys: Sequence[OffloadKey], req_context: ReqContext | None) -> None:
-        """Tells the admission that a request asks for ``keys``."""
-        if self._admission is not None:
-            self._admission.count(keys, req_context)
-
-    def owes(self, keys: Sequence[OffloadKey]) -> bool:
-        """Returns whether the tier was promised some of ``keys`` and has not got them."""
-        return not self._promised.deadlines.keys().isdisjoint(keys)
-
     def offer(self, keys: Sequence[OffloadKey], request: str | None, is_whole: bool) -> None:
         """Adds ``keys``, the chain of ``request``, to the backlog: head first, the groups merged by the position at
         which blocks end. It takes the place of the chain that was offered for the same request before. If the tier
@@ -167,7 +158,7 @@ class WriteThrough:
             self.backlog.move(before, ChainState.GONE)
         keys = list(keys)
         by_group = self._layout.split(keys)
-        num_units, waiting = most_units(self._tier, self._layout, self._admission, by_group), self._promised.deadlines
+        num_units, waiting = most_units(self._tier, self._layout, self.admission, by_group), self.promised.deadlines
         promised = [key for key in keys if key in waiting] if waiting else []
         if promised:
             num_units = max(num_units, promised_units(self._layout, by_group, waiting))
@@ -190,21 +181,16 @@ class WriteThrough:
 
     def expire(self) -> None:
         """Gives up promised blocks that were not written in time."""
-        self._give_up(self._promised.late())
+        self._give_up(self.promised.late())
 
     def _give_up(self, keys: Collection[OffloadKey]) -> None:
         self.backlog.settle(keys)
-        self._promised.give_up(keys)
+        self.promised.give_up(keys)
 
     def stored(self, keys: Collection[OffloadKey]) -> None:
         """Called when ``keys`` have become ready in the host."""
         if self.backlog.wake(keys):
             self._pace.progress_at = self._clock()
-
-    def store_failed(self) -> None:
-        """Plans all chains that wait for a block again, because blocks that were to become ready in the host have
-        vanished."""
-        self.stored(list(self.backlog.awaited))
 
     def note_lost(self, num_blocks: int) -> None:
         """Notes that the tier has lost blocks that could not be read."""
@@ -214,7 +200,7 @@ class WriteThrough:
         """Empties the backlog. Writes in progress continue, but belong to no chain. Gives up what is promised."""
         for chain in list(self.backlog):
             self.backlog.move(chain, ChainState.GONE)
-        self._promised.give_up(list(self._promised.deadlines))
+        self.promised.give_up(list(self.promised.deadlines))
         for history in self._blocks.history_of.values():
             history.chain = None
 
@@ -270,10 +256,10 @@ class WriteThrough:
         self._pace.progressed(self._clock())
         _count_results(writes, self._count)
         histories = self._blocks.end(writes.keys)
-        if self._promised.deadlines:
+        if self.promised.deadlines:
             # The tier keeps what is promised of these from now on.
             self.backlog.settle(writes.good.keys)
-            self._promised.written(writes.good.keys)
+            self.promised.written(writes.good.keys)
         failed: dict[WriteLog, bool] = {}
         """The requests of which writes have failed, and whether that was a failure of the tier."""
         if not writes.all_ok or 0 in writes.nbytes:
