@@ -128,10 +128,6 @@ class Jobs:
     def num_open(self) -> int:
         return len(self._open)
 
-    @property
-    def has_reports(self) -> bool:
-        return bool(self._reports)
-
     def submit(self, entry: BridgeJob | RequestChain) -> None:
         """Hands a job, or the chain of a request that has ended, to the thread. A job ends at once if there is nothing
         to do, if too many pages or calls wait, or if all is closed."""

@@ -409,12 +409,12 @@ class BridgeThread:
             return True
         return self.manager.has_transfers or self.manager.has_pending_writes
 
-    def ask(self, call: Callable[[], Answer], otherwise: Otherwise, wait_s: float = CALL_WAIT_S) -> Answer | Otherwise:
+    def ask(self, call: Callable[[], Answer], otherwise: Otherwise) -> Answer | Otherwise:
         """Returns what ``call`` returns with the lock held; ``otherwise`` if the bridge is off or closed, or the thread
-        has kept the lock for ``wait_s``. If a check fails in ``call``, the bridge is off."""
+        has kept the lock for CALL_WAIT_S. If a check fails in ``call``, the bridge is off."""
         if self._jobs.is_closed:
             return otherwise
-        with self.lock(wait_s if self.stuck_since is None else 0) as is_held:
+        with self.lock(CALL_WAIT_S if self.stuck_since is None else 0) as is_held:
             if not is_held:
                 self.stuck_since = self._clock() if self.stuck_since is None else self.stuck_since
                 return otherwise
