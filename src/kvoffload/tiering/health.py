@@ -11,19 +11,25 @@ import enum
 import logging
 import math
 import random
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from kvoffload.abc import Ability, OffloadKey, Tier, TierError, TierStats
+from kvoffload.abc import Ability, Admission, KVGroup, OffloadKey, Tier, TierError, TierStats
 from kvoffload.cache.bills import TenantCounts
-from kvoffload.cache.manager import READ_STATE_EVERY_S
+from kvoffload.cache.manager import READ_STATE_EVERY_S, PolicyOffloadingManager
+from kvoffload.cache.tenants import Tenants
+from kvoffload.tiering.chains import BACKLOG_SHARE
 from kvoffload.tiering.guard import GuardedTier
 from kvoffload.tiering.rates import Ended, ReadEstimator
+from kvoffload.tiering.unwritten import PromisedBlocks
 from kvoffload.tiering.waits import ReadBatch, Wait
 from kvoffload.tiering.writes import WriteThrough
 
 logger = logging.getLogger(__name__)
 
+WRITE_SHARE = 0.125
+"""At most this share of the host's blocks is pinned for writes to lower tiers. Above it, blocks are written later."""
 MAX_FAILURES = 16
 """If an ability of a tier fails this often within FAILURE_PERIOD_S, it is paused."""
 FAILURE_PERIOD_S = 60.0
@@ -321,39 +327,78 @@ class TierGauges:
         return gauges
 
 
+@dataclass(frozen=True, slots=True)
+class TierSettings:
+    """How one lower tier is used, where that differs from TieringSettings."""
+
+    lookup_deadline_ms: float | None = None
+    admission: Admission | None = None
+    """What decides which blocks are worth writing to it. None: all are."""
+
+
+@dataclass(frozen=True, slots=True)
+class TieringSettings:
+    """How host memory and lower tiers work together."""
+
+    groups: Sequence[KVGroup]
+    """The KV cache groups that keys name."""
+    load_only_if_faster: bool = True
+    """A run of blocks that would take longer to read than to compute is not loaded."""
+    load_deadline_ms: float = 1000.0
+    """How long a request waits for a promotion."""
+    lookup_deadline_ms: float = 100.0
+    """A block counts as missing if a tier does not say within this time whether it holds it."""
+    tiers: Sequence[TierSettings] = ()
+    """What differs per tier, by default nothing."""
+    tenants: Tenants | None = None
+    """For whom the bytes that are moved are counted, by default for nobody."""
+    write_share: float = WRITE_SHARE
+    backlog_share: float = BACKLOG_SHARE
+
+
 class TierState:
     """A tier with its reads under way, the health of its abilities, its read rate and its write-through.
 
     Read its attributes freely; change them through its methods. ``index``: its place among the tiers of the manager,
-    the fastest first. ``count`` adds to a counter ``tier_NAME`` of METRICS, by NAME.
+    the fastest first. ``counts`` has the counters of METRICS, by name.
     """
 
     def __init__(
         self,
         index: int,
         tier: GuardedTier,
-        writes: WriteThrough,
-        load_deadline_s: float,
-        lookup_deadline_s: float,
-        count: Callable[[str, float], None],
+        host: PolicyOffloadingManager,
+        settings: TieringSettings,
+        promised: PromisedBlocks,
+        counts: defaultdict[str, float],
+        clock: Callable[[], float],
         random: Callable[[], float],
     ) -> None:
+        own = settings.tiers[index] if settings.tiers else TierSettings()
+        lookup_ms = settings.lookup_deadline_ms if own.lookup_deadline_ms is None else own.lookup_deadline_ms
+        load_deadline_s = settings.load_deadline_ms / 1000
         self.index = index
         self.tier = tier
         self.name = tier.name
-        self.writes = writes
-        self.count = count
+        self._counts = counts
+        self.writes = WriteThrough(
+            host, tier, settings.groups, settings.backlog_share, own.admission, promised, self.count, clock
+        )
         self.read_health = CircuitBreaker(self.name, Ability.READ, load_deadline_s, random)
         write_s = max(load_deadline_s, WRITE_DEADLINE_S)
         self.write_health = CircuitBreaker(self.name, Ability.WRITE, write_s, random)
         self.estimator = ReadEstimator(tier.block_bytes)
-        self.questions = OpenQuestions(lookup_deadline_s)
+        self.questions = OpenQuestions(lookup_ms / 1000)
         self.reads: dict[OffloadKey, ReadBatch] = {}
         """Blocks under way from the tier to the host."""
         self.probe: OffloadKey | None = None
         """A block to be read as a test while reads are half open."""
         self._num_failed_lookups = 0
         self._gauges = TierGauges(tier)
+
+    def count(self, name: str, amount: float) -> None:
+        """Adds to a counter ``tier_NAME`` of METRICS."""
+        self._counts[f"tier_{name}:{self.name}"] += amount
 
     @property
     def is_off(self) -> bool:

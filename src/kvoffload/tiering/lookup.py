@@ -49,11 +49,8 @@ NONE = Located([], np.zeros(0, dtype=np.int8))
 
 @dataclass(slots=True, eq=False)
 class TierSearch:
-    """A lookup in ``host`` and then in ``tiers``, the fastest first, by a request with ``wait``."""
+    """A lookup in the host and then in the tiers of ``gate``, the fastest first, by a request with ``wait``."""
 
-    host: PolicyOffloadingManager
-    tiers: Sequence[TierState]
-    reasons: MissMemory
     gate: LoadGate
     now: float
     wait: Wait | None = None
@@ -84,8 +81,8 @@ class LoadGate:
     ) -> None:
         self.prefill = MovingRate()
         """How many tokens of prompts the engine computes per second."""
-        self._host = host
-        self._tiers = tiers
+        self.host = host
+        self.tiers = tiers
         self._layout = ChainLayout(groups)
         self._num_full = max(1, sum(group.is_full for group in groups))
         # A token is saved only if the blocks of all groups are loaded. Those with a window or a state need few, so the
@@ -93,16 +90,13 @@ class LoadGate:
         self._saved_tokens = [group.block_tokens / self._num_full for group in groups]
         self._waits = waits
         self._only_if_faster = only_if_faster
-        self._reasons = reasons
-
-    def search(self, now: float, wait: Wait | None = None, awaited: Awaited | None = None) -> TierSearch:
-        return TierSearch(self._host, self._tiers, self._reasons, self, now, wait, awaited)
+        self.reasons = reasons
 
     def room_for(self, wait: Wait | None, key: OffloadKey, in_all: bool = False) -> int:
         """Returns how many more blocks the request, which wants ``key``, may have promoted: of the KV cache group of
         ``key``, which has no states, or ``in_all``. A request needs one state of each of the others."""
         pinned = () if wait is None else wait.pinned
-        most = max(1, int(self._host.most_blocks(key) * PROMOTION_SHARE))
+        most = max(1, int(self.host.most_blocks(key) * PROMOTION_SHARE))
         num_groups, num_states = len(self._layout.groups), self._layout.num_states
         if in_all or num_groups == 1:
             return most - len(pinned)
@@ -112,20 +106,20 @@ class LoadGate:
     def worth_loading(self, search: TierSearch, below: Located) -> Located:
         """Returns the leading blocks of a run that are to be loaded; the rest is faster to compute. With states all of
         it is loaded, or nothing: then the request that waits does not want its states any more."""
-        wait, num_ahead, num_states = search.wait, [], []
-        for tier in search.tiers:
+        group, wait, num_ahead, num_states = key_group_idx(below.keys[0]), search.wait, [], []
+        computing = self.prefill.seconds_for(self._saved_tokens[group])
+        if not self._only_if_faster or computing is None:
+            return below
+        for tier in self.tiers:
             # What the request itself wants is judged with its blocks. Groups with full attention share its states.
             own = [] if wait is None else [key for key, source in wait.wanted.items() if source == tier.index]
             num_ahead.append(self._num_ahead(tier) - len(own))
             if self._layout.num_states:
                 groups = [self._layout.groups[key_group_idx(key)] for key in own]
                 num_states.append(sum(group.state for group in groups) / self._num_full)
-        group = key_group_idx(below.keys[0])
-        num_loaded, computing = len(below.keys), self.prefill.seconds_for(self._saved_tokens[group])
-        if self._only_if_faster and computing is not None:
-            estimators = [tier.estimator for tier in search.tiers]
-            num_loaded = num_worth_loading(computing, below.sources, num_ahead, estimators, search.now, num_states)
-        search.reasons.record(below.keys[num_loaded : num_loaded + 1], MissReason.FASTER_TO_COMPUTE)
+        estimators = [tier.estimator for tier in self.tiers]
+        num_loaded = num_worth_loading(computing, below.sources, num_ahead, estimators, search.now, num_states)
+        self.reasons.record(below.keys[num_loaded : num_loaded + 1], MissReason.FASTER_TO_COMPUTE)
         if not num_loaded and wait is not None:
             self._waits.end(wait)
         return Located(below.keys[:num_loaded], below.sources[:num_loaded])
@@ -133,7 +127,7 @@ class LoadGate:
     def is_state_worth_loading(self, search: TierSearch, state: Located, num_units: int) -> bool:
         """Returns whether a state in a tier takes less time to load than the tokens of ``num_units`` to compute, which
         lie between it and the last one in the host."""
-        tier = search.tiers[int(state.sources[0])]
+        tier = self.tiers[int(state.sources[0])]
         num_ahead = self._num_ahead(tier)
         computing = self.prefill.seconds_for(num_units * self._layout.unit_tokens)
         loading = _seconds_per_block(tier.estimator, num_ahead, search.now)
@@ -141,7 +135,7 @@ class LoadGate:
             return True
         is_worth = (num_ahead + self._layout.num_states) * loading <= computing
         if not is_worth:
-            search.reasons.record(state.keys, MissReason.FASTER_TO_COMPUTE)
+            self.reasons.record(state.keys, MissReason.FASTER_TO_COMPUTE)
         return is_worth
 
     def _num_ahead(self, tier: TierState) -> int:
@@ -237,7 +231,7 @@ def _with_room(search: TierSearch, coming: Located) -> Located:
     wanted = set(coming.keys).union(() if search.wait is None else search.wait.wanted)
     if len(wanted) <= search.gate.room_for(search.wait, coming.keys[0], in_all=True):
         return coming
-    search.reasons.record(coming.keys, MissReason.TOO_LARGE)
+    search.gate.reasons.record(coming.keys, MissReason.TOO_LARGE)
     return NONE
 
 
@@ -245,12 +239,12 @@ def host_states(search: TierSearch, keys: Sequence[OffloadKey]) -> States:
     """Returns the states of ``keys`` in the host. Those that are pinned for the request are not looked up again."""
     pinned = () if search.wait is None else search.wait.pinned
     if not pinned:
-        return search.host.table.states(keys)
+        return search.gate.host.table.states(keys)
     is_pinned = np.fromiter(map(pinned.__contains__, keys), np.bool_, len(keys))
     states = np.full(len(keys), HIT, dtype=np.uint8)
     others = np.flatnonzero(~is_pinned)
     if len(others):
-        states[others] = search.host.table.states([keys[i] for i in others.tolist()])
+        states[others] = search.gate.host.table.states([keys[i] for i in others.tolist()])
     return states
 
 
@@ -267,7 +261,7 @@ def states_below(
     states = np.where(in_host == PENDING, in_host, MISS).astype(np.uint8)
     sources = np.zeros(len(keys), dtype=np.int8)
     is_reading = np.zeros(len(keys), dtype=np.bool_)
-    for tier in search.tiers:
+    for tier in search.gate.tiers:
         if tier.probe is None and tier.read_health.may_test:
             tier.probe = next((key for key in keys if key not in tier.reads), None)
         if tier.reads and not tier.reads.keys().isdisjoint(keys):
@@ -276,7 +270,7 @@ def states_below(
                     is_reading[i] = True
                     states[i] = HIT if tier.can_read and not batch.is_overdue else MISS
                     sources[i] = tier.index
-    for tier in search.tiers:
+    for tier in search.gate.tiers:
         # A slower tier is asked at the same time as one that does not know yet.
         asked = np.flatnonzero(((states == MISS) | (states == RETRY)) & ~is_reading)
         if len(asked) and tier.can_read:
@@ -306,7 +300,7 @@ def _in_time(search: TierSearch, tier: TierState, keys: Sequence[OffloadKey], st
     if len(late):
         states = states.copy()
         states[late] = MISS
-        search.reasons.record([keys[i] for i in late.tolist()], MissReason.NOT_ANSWERED)
+        search.gate.reasons.record([keys[i] for i in late.tolist()], MissReason.NOT_ANSWERED)
     if num_failed:
         tier.count("lookup_failures", num_failed)
         tier.read_health.lookups_failed(num_failed, search.now)
@@ -323,7 +317,7 @@ def _until_handed_over(
     lacking = [i for i in np.flatnonzero(states == MISS).tolist() if keys[i] in awaited.keys]
     if lacking:
         coming = [keys[i] for i in lacking]
-        search.reasons.record(coming[:1], MissReason.NOT_IN_TIME)
+        search.gate.reasons.record(coming[:1], MissReason.NOT_IN_TIME)
         pause_s = max(LOOK_AGAIN_S, (search.now - awaited.since) * LOOK_AGAIN_SHARE)
         tier.tier.look_for(coming, awaited.places.get(tier.name, ""), pause_s)
         states = states.copy()

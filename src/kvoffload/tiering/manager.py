@@ -9,17 +9,13 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 from itertools import compress
 
 import numpy as np
 
 from kvoffload.abc import (
-    Admission,
     HandedOver,
     IntegrityError,
-    KVGroup,
     LoadStoreSpec,
     Miss,
     MissReason,
@@ -38,54 +34,22 @@ from kvoffload.abc.tier import HIT, PENDING, RETRY
 from kvoffload.cache.bills import MovedBytes
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.misses import MissMemory
-from kvoffload.cache.tenants import Tenants
-from kvoffload.tiering.chains import BACKLOG_SHARE
 from kvoffload.tiering.guard import GuardedTier
-from kvoffload.tiering.health import TierState
-from kvoffload.tiering.lookup import LoadGate, explain_miss, find_hit, states_below
+from kvoffload.tiering.health import WRITE_SHARE, TieringSettings, TierSettings, TierState
+from kvoffload.tiering.lookup import LoadGate, TierSearch, explain_miss, find_hit, states_below
 from kvoffload.tiering.prefetch import Prefetcher
 from kvoffload.tiering.rates import by_direction
 from kvoffload.tiering.steps import TierSteps
 from kvoffload.tiering.unwritten import UnwrittenPins
 from kvoffload.tiering.waits import Waits
-from kvoffload.tiering.writes import WriteThrough
 
-WRITE_SHARE = 0.125
-"""At most this share of the host's blocks is pinned for writes to lower tiers. Above it, blocks are written later."""
+__all__ = ["WRITE_SHARE", "TierSettings", "TieredOffloadingManager", "TieringSettings"]
+
 SHARED_RESET = (
     "the weights may have changed, so this server must not load blocks from before the reset, and other servers use "
     "the blocks of this tier"
 )
 SHARED_RESET_EFFECT = "nothing was deleted there; restart this server to use it again"
-
-
-@dataclass(frozen=True, slots=True)
-class TierSettings:
-    """How one lower tier is used, where that differs from TieringSettings."""
-
-    lookup_deadline_ms: float | None = None
-    admission: Admission | None = None
-    """What decides which blocks are worth writing to it. None: all are."""
-
-
-@dataclass(frozen=True, slots=True)
-class TieringSettings:
-    """How host memory and lower tiers work together."""
-
-    groups: Sequence[KVGroup]
-    """The KV cache groups that keys name."""
-    load_only_if_faster: bool = True
-    """A run of blocks that would take longer to read than to compute is not loaded."""
-    load_deadline_ms: float = 1000.0
-    """How long a request waits for a promotion."""
-    lookup_deadline_ms: float = 100.0
-    """A block counts as missing if a tier does not say within this time whether it holds it."""
-    tiers: Sequence[TierSettings] = ()
-    """What differs per tier, by default nothing."""
-    tenants: Tenants | None = None
-    """For whom the bytes that are moved are counted, by default for nobody."""
-    write_share: float = WRITE_SHARE
-    backlog_share: float = BACKLOG_SHARE
 
 
 class TieredOffloadingManager(TieredManager):
@@ -116,7 +80,10 @@ class TieredOffloadingManager(TieredManager):
         self._clock = clock
         guarded = [GuardedTier(tier, host.history.has_events) for tier in tiers]
         self._unwritten = UnwrittenPins(host, guarded, clock)
-        self.tiers = _make_states(host, guarded, settings, self._unwritten, self._counts, clock, random)
+        promised, counts = self._unwritten.of_tiers, self._counts
+        self.tiers = tuple(
+            TierState(i, tier, host, settings, promised[i], counts, clock, random) for i, tier in enumerate(guarded)
+        )
         """State of each tier; read only."""
         self._reasons = MissMemory(clock=clock)
         self._waits = Waits(host, self.tiers, settings.load_deadline_ms / 1000, self._counts, self._reasons, clock)
@@ -141,7 +108,7 @@ class TieredOffloadingManager(TieredManager):
             return self.host.lookup_each(keys, req_context, need)
         if self.host.admission is not None:
             self.host.admission.count(keys, req_context)
-        search = self._gate.search(self._clock(), wait, req_context.awaited)
+        search = TierSearch(self._gate, self._clock(), wait, req_context.awaited)
         states, coming = find_hit(search, keys, need)
         self._steps.may_change |= search.is_unanswered
         if coming.keys:
@@ -156,7 +123,7 @@ class TieredOffloadingManager(TieredManager):
         states = self.host.table.states(keys)
         below = np.flatnonzero(states != HIT)
         if len(below):
-            search = self._gate.search(self._clock())
+            search = TierSearch(self._gate, self._clock())
             states[below], _ = states_below(search, [*keys, *chain], below, states[below])
             self._steps.may_change |= search.is_unanswered
             states[states == PENDING] = RETRY
@@ -386,27 +353,3 @@ class TieredOffloadingManager(TieredManager):
             tier.tier.check_integrity()
         if any(len(tier.writes.writing) > self._steps.max_writing for tier in self.tiers):
             raise IntegrityError("more blocks are being written to lower tiers than WRITE_SHARE allows")
-
-
-def _make_states(
-    host: PolicyOffloadingManager,
-    tiers: Sequence[GuardedTier],
-    settings: TieringSettings,
-    unwritten: UnwrittenPins,
-    counts: defaultdict[str, float],
-    clock: Callable[[], float],
-    random: Callable[[], float],
-) -> tuple[TierState, ...]:
-    states = []
-    for i, tier in enumerate(tiers):
-        own = settings.tiers[i] if settings.tiers else TierSettings()
-        count = partial(_count, counts, tier.name)
-        promised, backlog_share = unwritten.of_tiers[i], settings.backlog_share
-        writes = WriteThrough(host, tier, settings.groups, backlog_share, own.admission, promised, count, clock)
-        lookup_ms = settings.lookup_deadline_ms if own.lookup_deadline_ms is None else own.lookup_deadline_ms
-        states.append(TierState(i, tier, writes, settings.load_deadline_ms / 1000, lookup_ms / 1000, count, random))
-    return tuple(states)
-
-
-def _count(counts: defaultdict[str, float], tier: str, name: str, amount: float) -> None:
-    counts[f"tier_{name}:{tier}"] += amount

@@ -16,7 +16,7 @@ from kvoffload.abc import IntegrityError, Need, OffloadKey, ReqContext
 from kvoffload.abc.tier import HIT
 from kvoffload.cache.keys import NAMESPACE_BYTES, seem_of_several_groups
 from kvoffload.cache.manager import PolicyOffloadingManager
-from kvoffload.tiering.lookup import LoadGate, find_hit
+from kvoffload.tiering.lookup import LoadGate, TierSearch, find_hit
 from kvoffload.tiering.rates import MovingRate
 from kvoffload.tiering.waits import Waits
 
@@ -318,7 +318,7 @@ class Prefetcher:
             # They may leave the device before their use.
             due = self._due(chain.returns_at, 0)
             return due if due > now else math.inf
-        search = self._gate.search(now)
+        search = TierSearch(self._gate, now)
         states, found = find_hit(search, keys, Need.RUN)
         if is_first_look:
             # What the host has of it counts as used now, so that it does not leave for the rest.
@@ -332,7 +332,7 @@ class Prefetcher:
                 return now
             # A shared medium may be asked, and knows at a later step.
             return now if search.is_unanswered else math.inf
-        tier = search.tiers[int(found.sources[0])]
+        tier = self._gate.tiers[int(found.sources[0])]
         n = tier.estimator.num_blocks_within(BATCH_S, max(1, min(BATCH_BLOCKS, BATCH_BYTES // tier.tier.block_bytes)))
         n = min(n, len(found.keys), room)
         chain.begins_at = begins_at + keys.index(found.keys[n - 1]) + 1
