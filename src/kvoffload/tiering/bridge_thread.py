@@ -486,7 +486,7 @@ class BridgeThread:
         if self._served != self.namespace:
             self._served = self.namespace
             self._stores.forget()
-            self.manager.forget()
+            self.manager.reset(keep_own=True)
 
     def _take_in(self) -> None:
         while self._jobs.inbox:

@@ -13,12 +13,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.abc import Awaited, KVGroup, Miss, MissReason, Need, OffloadKey, States
+from kvoffload.abc import Awaited, Miss, MissReason, Need, OffloadKey, States
 from kvoffload.abc.tier import HIT, MISS, PENDING, RETRY
 from kvoffload.cache.keys import key_group_idx, num_of_group
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.misses import MissMemory
-from kvoffload.tiering.health import TierState
+from kvoffload.tiering.health import TieringSettings, TierState
 from kvoffload.tiering.plan import ChainLayout
 from kvoffload.tiering.rates import MovingRate, ReadEstimator
 from kvoffload.tiering.waits import PROMOTION_SHARE, Wait, Waits
@@ -64,7 +64,7 @@ class TierSearch:
 
 class LoadGate:
     """Judges what was found: by the room that ``waits`` have, and by which is faster, to load it or to compute its
-    tokens, as far as that is known; unless ``only_if_faster``, everything is loaded.
+    tokens, as far as that is known; unless ``load_only_if_faster``, everything is loaded.
 
     A state saves nothing by itself. So it is first compared with all tokens up to it, and then the KV of these tokens
     is judged together with the states that the request wants.
@@ -74,22 +74,22 @@ class LoadGate:
         self,
         host: PolicyOffloadingManager,
         tiers: Sequence[TierState],
-        groups: Sequence[KVGroup],
+        settings: TieringSettings,
         waits: Waits,
         reasons: MissMemory,
-        only_if_faster: bool,
     ) -> None:
         self.prefill = MovingRate()
         """How many tokens of prompts the engine computes per second."""
         self.host = host
         self.tiers = tiers
+        groups = settings.groups
         self._layout = ChainLayout(groups)
         self._num_full = max(1, sum(group.is_full for group in groups))
         # A token is saved only if the blocks of all groups are loaded. Those with a window or a state need few, so the
         # groups with full attention share the tokens.
         self._saved_tokens = [group.block_tokens / self._num_full for group in groups]
         self._waits = waits
-        self._only_if_faster = only_if_faster
+        self._only_if_faster = settings.load_only_if_faster
         self.reasons = reasons
 
     def room_for(self, wait: Wait | None, key: OffloadKey, in_all: bool = False) -> int:

@@ -87,8 +87,7 @@ class TieredOffloadingManager(TieredManager):
         """State of each tier; read only."""
         self._reasons = MissMemory(clock=clock)
         self._waits = Waits(host, self.tiers, settings.load_deadline_ms / 1000, self._counts, self._reasons, clock)
-        is_strict, groups = settings.load_only_if_faster, settings.groups
-        self._gate = LoadGate(host, self.tiers, groups, self._waits, self._reasons, is_strict)
+        self._gate = LoadGate(host, self.tiers, settings, self._waits, self._reasons)
         max_writing = max(1, int(host.num_blocks * settings.write_share) // max(1, len(tiers)))
         moved = MovedBytes(settings.tenants) if settings.tenants is not None and settings.tenants.names else None
         self._steps = TierSteps(host, self.tiers, self._waits, max_writing, moved, clock)
@@ -297,32 +296,20 @@ class TieredOffloadingManager(TieredManager):
             tier.tier.delete(keys)
             tier.writes.note_lost(len(keys))
 
-    def reset(self, keep_shared: bool = False) -> bool:
-        self._reset_host()
-        for tier in self.tiers:
-            if not tier.tier.is_shared:
-                tier.tier.reset()
-        if not keep_shared:
-            self._leave_shared_tiers()
-        return any(tier.tier.is_shared and not tier.is_off for tier in self.tiers)
-
-    def forget(self) -> None:
-        """Does the same as ``reset``, but tiers that are not shared keep their blocks for the next process: the caller
-        uses other keys from now on."""
-        self._reset_host()
-        self._leave_shared_tiers()
-
-    def _reset_host(self) -> None:
+    def reset(self, keep_shared: bool = False, keep_own: bool = False) -> bool:
+        """``keep_own``: tiers that are not shared keep their blocks for the next process, because the caller uses other
+        keys from now on. See ``OffloadingManager.reset``."""
         self.prefetcher.clear()
         self._waits.release_all()
         self._steps.clear_chains()
         self.host.reset()
-
-    def _leave_shared_tiers(self) -> None:
         for tier in self.tiers:
-            if tier.tier.is_shared:
+            is_shared = tier.tier.is_shared
+            if not (keep_shared if is_shared else keep_own):
                 tier.tier.reset()
+            if is_shared and not keep_shared:
                 self._steps.switch_off(tier, SHARED_RESET, SHARED_RESET_EFFECT)
+        return any(tier.tier.is_shared and not tier.is_off for tier in self.tiers)
 
     def shutdown(self) -> None:
         for tier in self.tiers:

@@ -13,14 +13,10 @@ class Ended:
 
     def __init__(self, results: Sequence[TierResult]) -> None:
         self.results = results
-        self.keys: tuple[OffloadKey, ...] = ()
-        self.errors: tuple[TierError | None, ...] = ()
-        self.nbytes: tuple[int, ...] = ()
-        self.seconds: tuple[float, ...] = ()
-        self.begun: tuple[float, ...] = ()
-        self.ended: tuple[float, ...] = ()
-        if results:
-            self.keys, _, self.errors, self.nbytes, self.seconds, self.begun, self.ended = zip(*results, strict=True)
+        columns = list(zip(*results, strict=True)) or [()] * len(TierResult._fields)
+        self.keys: tuple[OffloadKey, ...]
+        self.errors: tuple[TierError | None, ...]
+        self.keys, _, self.errors, self.nbytes, self.seconds, self.begun, self.ended = columns
         self.all_ok = self.errors.count(None) == len(results)
 
     def __len__(self) -> int:
