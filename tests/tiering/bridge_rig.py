@@ -105,14 +105,14 @@ class BridgeRig:
 
     def step(self, turns: int = 1) -> None:
         for _ in range(turns):
-            self.bridge.step()
+            self.bridge._thread.step()
             self.manager.check_integrity()
 
     def settle(self) -> list[JobEnd]:
         """Runs until nothing happens any more. Returns the reports since the last call."""
         for _ in range(1000):
             self.executor.drain()
-            if not self.bridge.step() and self.executor.idle:
+            if not self.bridge._thread.step() and self.executor.idle:
                 break
         else:
             raise AssertionError("the bridge never comes to rest")

@@ -126,7 +126,7 @@ def test_a_page_of_another_size_is_a_bug_and_switches_the_bridge_off() -> None:
     keys = chain("x", 1)
     rig.bridge.store(1, keys, [[np.zeros(SLOT_BYTES - 1, dtype=np.uint8)]], keys, "r")
     with pytest.raises(IntegrityError, match="a page has 4095 bytes"):
-        rig.bridge.step()
+        rig.bridge._thread.step()
 
 
 # Uses.
@@ -209,7 +209,7 @@ def test_drain_waits_for_the_copy_under_way_and_no_longer(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(bridge_jobs, "_copy", slow)
     rig.bridge.store(1, keys, rig.foreign.fill(range(4), keys), keys, "r")
-    stepping = threading.Thread(target=rig.bridge.step)
+    stepping = threading.Thread(target=rig.bridge._thread.step)
     stepping.start()
     assert begun.wait(60)
     with pytest.raises(BufferError):

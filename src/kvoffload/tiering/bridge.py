@@ -88,7 +88,7 @@ class TierBridge:
     If a check fails in the bridge itself, the bridge is off: all jobs end as failed and all lookups are misses.
 
     ``manager``: in front of the tiers, with a host of as many blocks as ``slots`` has rows. ``start`` begins to serve;
-    ``step`` does what the thread would do, for tests. ``close`` calls ``close_pool`` at the end.
+    ``close`` calls ``close_pool`` at the end.
     """
 
     def __init__(
@@ -125,10 +125,6 @@ class TierBridge:
 
     def start(self) -> None:
         self._thread.start()
-
-    def step(self) -> bool:
-        """Does what there is to do now. Returns whether any of it has brought jobs or transfers on."""
-        return self._thread.step()
 
     @property
     def is_idle(self) -> bool:

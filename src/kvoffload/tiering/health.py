@@ -253,10 +253,11 @@ class CircuitBreaker:
         is_again = self.state is not BreakerState.WORKING or now < self._until
         self.pause_s = min(MAX_PAUSES_S[self._ability], 2 * self.pause_s) if is_again else PAUSE_S
         self._until = now + self.pause_s * (1 + JITTER * self._random())
+        # Otherwise no request waits for it.
+        self.was_paused |= self.state is BreakerState.WORKING
         self.state = BreakerState.OPEN
         self._hangs = False
         self._failures.clear()
-        self.was_paused = True
         self._log.paused(reason, is_full, self.pause_s)
 
     def _close(self, now: float) -> None:
