@@ -104,6 +104,17 @@ def test_the_host_slot_of_a_hanging_read_is_not_given_to_another_block() -> None
     assert not rig.manager.tiers[0].read_health.overdue
 
 
+def test_a_hanging_read_does_not_change_the_read_rate() -> None:
+    rig = Rig(load_deadline_ms=1000)
+    hang(rig)
+    tier = rig.manager.tiers[0]
+    before = tier.estimator.seconds_to_read(1)
+    rig.clock.now += 1e9
+    rig.settle()
+    assert not tier.reads
+    assert tier.estimator.seconds_to_read(1) == before
+
+
 def fail_writes(rig: Rig, error: TierError = TierError.IO, times: int = MAX_FAILURES) -> None:
     rig.tier.fails = error
     for i in range(times):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,15 +35,8 @@ Sources = npt.NDArray[np.int8]
 """By block, the index of the tier that holds it."""
 
 
-class Located(NamedTuple):
-    """Blocks in the order of their chain. ``sources[i]`` is the index of the tier that holds ``keys[i]``."""
-
-    keys: list[OffloadKey]
-    sources: Sources
-
-
-NONE = Located([], np.zeros(0, dtype=np.int8))
-"""No blocks."""
+Coming = dict[OffloadKey, int]
+"""Blocks to be promoted, in the order of their chain, with the index of the tier that holds each."""
 
 
 @dataclass(slots=True, eq=False)
@@ -103,13 +95,13 @@ class LoadGate:
         share = (most - num_states) // max(1, num_groups - num_states)
         return share - num_of_group(pinned, key_group_idx(key))
 
-    def worth_loading(self, search: TierSearch, below: Located) -> Located:
-        """Returns the leading blocks of a run that are to be loaded; the rest is faster to compute. With states all of
+    def num_worth_loading(self, search: TierSearch, keys: Sequence[OffloadKey], sources: Sources) -> int:
+        """Returns how many leading blocks of a run are to be loaded; the rest is faster to compute. With states all of
         it is loaded, or nothing: then the request that waits does not want its states any more."""
-        group, wait, num_ahead, num_states = key_group_idx(below.keys[0]), search.wait, [], []
-        computing = self.prefill.seconds_for(self._saved_tokens[group])
+        wait, num_ahead, num_states = search.wait, [], []
+        computing = self.prefill.seconds_for(self._saved_tokens[key_group_idx(keys[0])])
         if not self._only_if_faster or computing is None:
-            return below
+            return len(keys)
         for tier in self.tiers:
             # What the request itself wants is judged with its blocks. Groups with full attention share its states.
             own = [] if wait is None else [key for key, source in wait.wanted.items() if source == tier.index]
@@ -118,16 +110,16 @@ class LoadGate:
                 groups = [self._layout.groups[key_group_idx(key)] for key in own]
                 num_states.append(sum(group.state for group in groups) / self._num_full)
         estimators = [tier.estimator for tier in self.tiers]
-        num_loaded = num_worth_loading(computing, below.sources, num_ahead, estimators, search.now, num_states)
-        self.reasons.record(below.keys[num_loaded : num_loaded + 1], MissReason.FASTER_TO_COMPUTE)
+        num_loaded = num_worth_loading(computing, sources, num_ahead, estimators, search.now, num_states)
+        self.reasons.record(keys[num_loaded : num_loaded + 1], MissReason.FASTER_TO_COMPUTE)
         if not num_loaded and wait is not None:
             self._waits.end(wait)
-        return Located(below.keys[:num_loaded], below.sources[:num_loaded])
+        return num_loaded
 
-    def is_state_worth_loading(self, search: TierSearch, state: Located, num_units: int) -> bool:
+    def is_state_worth_loading(self, search: TierSearch, state: OffloadKey, source: int, num_units: int) -> bool:
         """Returns whether a state in a tier takes less time to load than the tokens of ``num_units`` to compute, which
         lie between it and the last one in the host."""
-        tier = self.tiers[int(state.sources[0])]
+        tier = self.tiers[source]
         num_ahead = self._num_ahead(tier)
         computing = self.prefill.seconds_for(num_units * self._layout.unit_tokens)
         loading = _seconds_per_block(tier.estimator, num_ahead, search.now)
@@ -135,7 +127,7 @@ class LoadGate:
             return True
         is_worth = (num_ahead + self._layout.num_states) * loading <= computing
         if not is_worth:
-            self.reasons.record(state.keys, MissReason.FASTER_TO_COMPUTE)
+            self.reasons.record([state], MissReason.FASTER_TO_COMPUTE)
         return is_worth
 
     def _num_ahead(self, tier: TierState) -> int:
@@ -143,13 +135,13 @@ class LoadGate:
         return tier.num_reading + self._waits.reads.num_queued[tier.index]
 
 
-def find_hit(search: TierSearch, keys: Sequence[OffloadKey], need: Need) -> tuple[States, Located]:
+def find_hit(search: TierSearch, keys: Sequence[OffloadKey], need: Need) -> tuple[States, Coming]:
     """Answers a request that may wait. Returns the states of ``keys``, and the blocks to be promoted for it."""
     find = {Need.RUN: _find_run, Need.LAST: _find_last, Need.ALL: _find_all}[need]
     return find(search, keys)
 
 
-def _find_run(search: TierSearch, keys: Sequence[OffloadKey]) -> tuple[States, Located]:
+def _find_run(search: TierSearch, keys: Sequence[OffloadKey]) -> tuple[States, Coming]:
     """Finds the leading blocks of ``keys``, all of one KV cache group."""
     num_ready = room = len(keys)
     found: list[OffloadKey] = []
@@ -173,24 +165,25 @@ def _find_run(search: TierSearch, keys: Sequence[OffloadKey]) -> tuple[States, L
                 is_unanswered = bool(states[end] == RETRY)
                 break
         start, size = start + size, size * 2
-    run = Located(found[:room], np.concatenate(sources)[:room]) if sources else NONE
-    is_unanswered &= not run.keys
-    if run.keys and search.awaited is None:
-        run = search.gate.worth_loading(search, run)
+    found = found[:room]
+    is_unanswered &= not found
+    held_by = np.concatenate(sources)[:room] if found else np.zeros(0, dtype=np.int8)
+    if found and search.awaited is None:
+        found = found[: search.gate.num_worth_loading(search, found, held_by)]
     states = np.zeros(len(keys), dtype=np.uint8)
     states[:num_ready] = HIT
-    if run.keys or is_unanswered:
+    if found or is_unanswered:
         states[num_ready] = RETRY
-    return states, run
+    return states, dict(zip(found, held_by.tolist(), strict=False))
 
 
-def _find_last(search: TierSearch, keys: Sequence[OffloadKey]) -> tuple[States, Located]:
+def _find_last(search: TierSearch, keys: Sequence[OffloadKey]) -> tuple[States, Coming]:
     """Finds the last of ``keys`` that the host or a tier holds, or for which a tier must be asked again. Tiers are
     asked only for those behind the last one in the host."""
     there = host_states(search, keys)
     ready = np.flatnonzero(there == HIT)
     in_host = int(ready[-1]) if len(ready) else -1
-    states, coming = np.zeros(len(keys), dtype=np.uint8), NONE
+    states, coming = np.zeros(len(keys), dtype=np.uint8), Coming()
     if in_host >= 0:
         states[in_host] = HIT
     behind = np.arange(in_host + 1, len(keys))
@@ -200,39 +193,39 @@ def _find_last(search: TierSearch, keys: Sequence[OffloadKey]) -> tuple[States, 
         if len(possible):
             last = int(possible[-1])
             at, is_found = in_host + 1 + last, in_tiers[last] == HIT
-            state = Located([keys[at]], sources[[last]])
+            state, source = keys[at], int(sources[last])
             if is_found and (
-                search.awaited is not None or search.gate.is_state_worth_loading(search, state, at - in_host)
+                search.awaited is not None or search.gate.is_state_worth_loading(search, state, source, at - in_host)
             ):
-                coming = _with_room(search, state)
-            if coming.keys or not is_found:
+                coming = _with_room(search, {state: source})
+            if coming or not is_found:
                 states[at] = RETRY
     return states, coming
 
 
-def _find_all(search: TierSearch, keys: Sequence[OffloadKey]) -> tuple[States, Located]:
-    states, coming = host_states(search, keys), NONE
+def _find_all(search: TierSearch, keys: Sequence[OffloadKey]) -> tuple[States, Coming]:
+    states, coming = host_states(search, keys), Coming()
     below = np.flatnonzero(states != HIT)
     if len(below):
         found, sources = states_below(search, keys, below, states[below])
         is_found = found == HIT
         if is_found.any() and (is_found | (found == RETRY)).all():
-            there = Located([keys[i] for i in below[is_found].tolist()], sources[is_found])
-            coming = _with_room(search, there)
-            if not coming.keys:
+            there = [keys[i] for i in below[is_found].tolist()]
+            coming = _with_room(search, dict(zip(there, sources[is_found].tolist(), strict=True)))
+            if not coming:
                 found[is_found] = MISS
         found[found == HIT] = RETRY
         states[below] = found
     return states, coming
 
 
-def _with_room(search: TierSearch, coming: Located) -> Located:
+def _with_room(search: TierSearch, coming: Coming) -> Coming:
     """Returns ``coming`` if it may be promoted with what the request waits for. If not, remembers why it is missing."""
-    wanted = set(coming.keys).union(() if search.wait is None else search.wait.wanted)
-    if len(wanted) <= search.gate.room_for(search.wait, coming.keys[0], in_all=True):
+    wanted = coming.keys() | (() if search.wait is None else search.wait.wanted)
+    if len(wanted) <= search.gate.room_for(search.wait, next(iter(coming)), in_all=True):
         return coming
-    search.gate.reasons.record(coming.keys, MissReason.TOO_LARGE)
-    return NONE
+    search.gate.reasons.record(list(coming), MissReason.TOO_LARGE)
+    return {}
 
 
 def host_states(search: TierSearch, keys: Sequence[OffloadKey]) -> States:

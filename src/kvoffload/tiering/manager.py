@@ -110,9 +110,8 @@ class TieredOffloadingManager(TieredManager):
         search = TierSearch(self._gate, self._clock(), wait, req_context.awaited)
         states, coming = find_hit(search, keys, need)
         self._steps.may_change |= search.is_unanswered
-        if coming.keys:
-            wanted = dict(zip(coming.keys, coming.sources.tolist(), strict=True))
-            self._steps.begin_wait(self._waits.begin(wanted, req_context))
+        if coming:
+            self._steps.begin_wait(self._waits.begin(coming, req_context))
         return states
 
     def states(self, keys: Sequence[OffloadKey], chain: Sequence[OffloadKey] = ()) -> States:

@@ -323,21 +323,21 @@ class Prefetcher:
         if is_first_look:
             # What the host has of it counts as used now, so that it does not leave for the rest.
             self._host.end_chain(keys[: int(np.count_nonzero(states == HIT))], ())
-            due = self._due(chain.returns_at, len(found.keys))
+            due = self._due(chain.returns_at, len(found))
             if due > now:
                 return due
-        if not found.keys:
+        if not found:
             if not is_first_look and (states == HIT).all():
                 chain.begins_at = begins_at + len(keys)
                 return now
             # A shared medium may be asked, and knows at a later step.
             return now if search.is_unanswered else math.inf
-        tier = self._gate.tiers[int(found.sources[0])]
+        tier = self._gate.tiers[next(iter(found.values()))]
         n = tier.estimator.num_blocks_within(BATCH_S, max(1, min(BATCH_BLOCKS, BATCH_BYTES // tier.tier.block_bytes)))
-        n = min(n, len(found.keys), room)
-        chain.begins_at = begins_at + keys.index(found.keys[n - 1]) + 1
-        self._waits.begin(dict(zip(found.keys[:n], found.sources[:n].tolist(), strict=True)), chain.context)
-        self.reading = _Batch(chain, now, tier.estimator.seconds_to_read(n) or 0.0)
+        batch = dict(itertools.islice(found.items(), min(n, room)))
+        chain.begins_at = begins_at + keys.index(next(reversed(batch))) + 1
+        self._waits.begin(batch, chain.context)
+        self.reading = _Batch(chain, now, tier.estimator.seconds_to_read(len(batch)) or 0.0)
         return now
 
     def _end_batch(self, batch: _Batch, now: float) -> bool:

@@ -36,10 +36,8 @@ class Ended:
 
 def by_direction(results: Sequence[TierResult]) -> tuple[Ended, Ended]:
     """Returns the reads and the writes of ``results``."""
-    reads = [result for result in results if result.is_read]
-    if len(reads) == len(results):
-        return Ended(reads), Ended(())
-    return Ended(reads), Ended([result for result in results if not result.is_read] if reads else results)
+    writes = [result for result in results if not result.is_read]
+    return Ended([result for result in results if result.is_read]), Ended(writes)
 
 
 class MovingRate:

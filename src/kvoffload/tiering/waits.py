@@ -10,6 +10,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -67,6 +68,9 @@ class Wait:
     @property
     def is_waiting(self) -> bool:
         return bool(self.wanted or self.reading)
+
+
+_number = attrgetter("number")
 
 
 @dataclass(slots=True, eq=False)
@@ -508,7 +512,3 @@ def _split(
             left[tier] -= 1
             blocks[key] = tier
     return blocks, {key: tier for key, tier in wanted.items() if key not in blocks}
-
-
-def _number(wait: Wait) -> int:
-    return wait.number
