@@ -106,9 +106,11 @@ def test_the_host_slot_of_a_hanging_read_is_not_given_to_another_block() -> None
 
 def test_a_hanging_read_does_not_change_the_read_rate() -> None:
     rig = Rig(load_deadline_ms=1000)
+    rig.tier.seconds_per_block = 0.01
     hang(rig)
-    tier = rig.manager.tiers[0]
+    rig.tier.seconds_per_block, tier = None, rig.manager.tiers[0]
     before = tier.estimator.seconds_to_read(1)
+    assert before == pytest.approx(0.01)
     rig.clock.now += 1e9
     rig.settle()
     assert not tier.reads

@@ -86,14 +86,6 @@ def test_a_request_waits_for_what_is_handed_over_until_its_deadline() -> None:
     assert miss.reason is MissReason.NOT_IN_TIME
 
 
-def test_nothing_else_waits() -> None:
-    """Negative control."""
-    rig, shared = full_tiers()
-    assert states(rig, chain("x", 3), ReqContext("another")) == [MISS] * 3
-    assert states(rig, chain("x", 3), None) == [MISS] * 3
-    assert shared.looked_for == []
-
-
 def test_only_shared_tiers_are_waited_for() -> None:
     rig = Rig()
     keys = chain("x", 3)

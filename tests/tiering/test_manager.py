@@ -193,14 +193,6 @@ def test_a_reset_makes_everything_unreachable_whatever_is_under_way(under_way: s
     assert rig.bytes_of(keys) == [bytes(content(key)) for key in keys]
 
 
-def test_shutdown_may_be_called_twice() -> None:
-    rig = Rig()
-    rig.store(chain("x", 2))
-    rig.manager.shutdown()
-    rig.manager.shutdown()
-    assert rig.host.num_used_blocks == 0
-
-
 def test_a_miss_names_the_tier_that_holds_the_block() -> None:
     rig = Rig()
     keys = chain("a", 1)

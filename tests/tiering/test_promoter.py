@@ -186,6 +186,16 @@ def test_a_load_that_fails_takes_no_pins() -> None:
     rig.manager.check_integrity()
 
 
+def test_dropped_blocks_are_not_kept_for_a_request() -> None:
+    rig, keys = Rig(), chain("x", 4)
+    promoted(rig, keys)
+    rig.manager.drop(keys[1:3])
+    assert rig.manager.lookup(keys, A) == 1
+    rig.manager.release_request(A)
+    assert rig.host.num_available_blocks == rig.host.num_blocks
+    rig.manager.check_integrity()
+
+
 def test_a_request_that_may_not_wait_is_answered_from_the_host() -> None:
     rig, keys = below(4)
     rig.store(keys[:1])

@@ -88,17 +88,6 @@ def test_a_corrupt_block_is_deleted_from_all_tiers() -> None:
     assert [key in rig.tiers[0].blocks for key in keys] == [False, True]
 
 
-def test_blocks_that_others_hold_are_not_written() -> None:
-    rig, shared = with_shared()
-    keys = chain("x", 4)
-    rig.store(keys[:2])
-    settle(rig)
-    shared.writes.clear()
-    rig.store(keys)
-    settle(rig)
-    assert shared.writes == keys[2:]
-
-
 def test_a_block_that_the_tier_does_not_know_of_is_written_and_the_write_finds_it() -> None:
     rig, shared = with_shared()
     keys = chain("x", 4)

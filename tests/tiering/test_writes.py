@@ -159,15 +159,6 @@ def test_after_a_failed_write_the_chain_is_written_again_or_cut_off(times: int) 
     assert not rig.manager.has_pending_writes
 
 
-def test_the_head_of_a_chain_longer_than_the_tier_is_written() -> None:
-    rig = Rig(host_blocks=64, tier_blocks=6)
-    keys = chain("x", 20)
-    rig.store(keys)
-    for _ in range(4):
-        rig.settle()
-    assert on_disk(rig, keys) == 6
-
-
 def test_the_tail_of_a_written_chain_is_evicted_first() -> None:
     rig = Rig(host_blocks=64, tier_blocks=20)
     keys = chain("x", 20)
