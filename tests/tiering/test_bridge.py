@@ -121,6 +121,17 @@ def test_a_load_ends_at_its_deadline_with_what_has_arrived() -> None:
     assert rig.foreign.memory[:] == bytes(len(rig.foreign.memory)), "later nothing touches the pages"
 
 
+def test_a_job_may_name_a_key_twice() -> None:
+    rig, keys = BridgeRig(), chain("x", 2)
+    twice = [*keys, keys[0]]
+    rig.bridge.store(1, twice, rig.foreign.fill(range(3), twice), keys, "r")
+    ends = rig.settle()
+    rig.rig.host.reset()
+    rig.bridge.load(2, twice, rig.foreign.clear(range(3)), "l")
+    assert [end.ok for end in ends + rig.settle()] == [True, True]
+    assert all(rig.foreign.holds(i, key) for i, key in enumerate(twice))
+
+
 def test_a_page_of_another_size_is_a_bug_and_switches_the_bridge_off() -> None:
     rig = BridgeRig()
     keys = chain("x", 1)

@@ -153,8 +153,11 @@ class Stores:
             is_lacking = self._is_lacking(names)
             is_late = job.has_ended or self._clock() >= job.deadline
             if is_late or request.has_hole or not any(tier.takes_chains for tier in self._manager.tiers):
-                request.has_hole = True
-                self._drop(job)
+                # What is left of the job is given up.
+                request.has_hole, left = True, range(job.begun, len(job.names))
+                job.begun = len(job.names)
+                self._manager.note_dropped(job.names[left.start :])
+                self._jobs.settle(job, left, False)
             elif not is_lacking.any():
                 job.begun += len(names)
                 self._jobs.settle(job, indices, True)
@@ -223,13 +226,6 @@ class Stores:
                 self._num_staged -= len(each.keys)
                 self._manager.host.complete_load(each.lease)
         return before - self._num_staged
-
-    def _drop(self, job: BridgeJob) -> None:
-        """Gives up what is left of ``job``."""
-        indices = range(job.begun, len(job.names))
-        self._manager.note_dropped(job.names[job.begun :])
-        job.begun = len(job.names)
-        self._jobs.settle(job, indices, False)
 
     def forget(self) -> None:
         """Forgets all jobs, which have ended, and all requests, and unpins all staged blocks."""
@@ -405,7 +401,7 @@ class BridgeThread:
     @property
     def is_busy(self) -> bool:
         """Whether something is to be done, or is being written to a tier."""
-        if self._jobs.num_open or self._jobs.inbox or self._stores.queue:
+        if self._jobs.open or self._jobs.inbox or self._stores.queue:
             return True
         return self.manager.has_transfers or self.manager.has_pending_writes
 

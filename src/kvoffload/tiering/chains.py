@@ -295,12 +295,6 @@ class TierBlocks:
         self._unpin([self._slots.pop(key) for key in keys])
         return [self.history_of.pop(key) for key in keys]
 
-    def end_all(self) -> None:
-        """The tier reports no more writes."""
-        self._unpin(self._slots.values())
-        self._slots.clear()
-        self.history_of.clear()
-
     def _unpin(self, slots: Collection[int]) -> None:
         if slots:
             self._host.complete_load(self._host.lease(slots))

@@ -81,12 +81,6 @@ class UnwrittenPins:
         room = self.most - len(self.slots)
         return new[room] if room < len(new) else len(keys)
 
-    def add(self, keys: Collection[OffloadKey]) -> None:
-        """Pins ``keys``, for which there is room, as soon as they are ready in the host."""
-        for key in keys:
-            self.slots.setdefault(key, _NOT_PINNED)
-        self.entered(keys)
-
     def entered(self, keys: Collection[OffloadKey]) -> None:
         """Takes note of blocks that became ready in the host."""
         waiting = [key for key in keys if self.slots.get(key) == _NOT_PINNED]
@@ -130,7 +124,8 @@ class PromisedBlocks:
         for key in keys:
             self.deadlines[key] = deadline
             self.deadlines.move_to_end(key)
-        self._pins.add(keys)
+            self._pins.slots.setdefault(key, _NOT_PINNED)
+        self._pins.entered(keys)
 
     def written(self, keys: Collection[OffloadKey]) -> None:
         """The tier has ``keys`` now."""

@@ -207,7 +207,7 @@ class WriteThrough:
     def close(self) -> None:
         """Called when the tier is closed: it reports no more writes."""
         self.clear()
-        self._blocks.end_all()
+        self._blocks.end(list(self.writing))
 
     # Writing.
 
