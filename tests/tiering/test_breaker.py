@@ -252,7 +252,7 @@ def test_half_open_writes_one_block(succeeds: bool) -> None:
         rig.manager.poll()
         rig.manager.poll()
         assert rig.tier.writes == keys[:1]
-        assert health(rig, Ability.WRITE).state is BreakerState.TESTING
+        assert not health(rig, Ability.WRITE).may_test
     rig.tier.fails = None if succeeds else TierError.IO
     rig.settle()
     rig.settle()

@@ -80,9 +80,7 @@ class BreakerState(enum.Enum):
     OPEN = enum.auto()
     """It has failed too often, or its transfers hang: it is not used for a while."""
     HALF_OPEN = enum.auto()
-    """The pause is over: one block is to be read or written as a test."""
-    TESTING = enum.auto()
-    """One block is being read or written as a test."""
+    """The pause is over: one block is read or written as a test."""
     OFF = enum.auto()
     """It was switched off, and is not used again."""
 
@@ -145,14 +143,14 @@ class CircuitBreaker:
         self._hangs = False
         """Whether it was paused because its transfers hang."""
         self._test: OffloadKey | None = None
-        """The block whose transfer is a test."""
+        """HALF_OPEN: the block whose transfer is the test, None before that."""
         self._progress_at = -math.inf
         """When a transfer last ended, or when the first of those under way began."""
 
     @property
     def may_test(self) -> bool:
         """Whether one block may be transferred as a test."""
-        return self.state is BreakerState.HALF_OPEN and self.num_hangs < MAX_HANGS
+        return self.state is BreakerState.HALF_OPEN and self._test is None and self.num_hangs < MAX_HANGS
 
     @property
     def has_fault(self) -> bool:
@@ -167,7 +165,7 @@ class CircuitBreaker:
     # Transfers.
 
     def begin_test(self, key: OffloadKey) -> None:
-        self.state, self._test = BreakerState.TESTING, key
+        self._test = key
 
     def begun(self, now: float, num_before: int) -> None:
         """Transfers have begun. ``num_before`` others were under way, without those that hang."""
@@ -218,11 +216,9 @@ class CircuitBreaker:
 
     def _end_test(self, error: TierError | None, is_failure: bool, now: float) -> None:
         self._test = None
+        # If the block was bad, or the part of the medium that has it is away, another one decides.
         if error not in (TierError.CORRUPT, TierError.AWAY):
             self._decide(not is_failure, now, f"a test failed ({error})", error is TierError.NO_SPACE)
-        elif self.state is BreakerState.TESTING:
-            # The block was bad, or the part of the medium that has it is away: another one decides.
-            self.state = BreakerState.HALF_OPEN
 
     def lookups_failed(self, num_lookups: int, now: float) -> None:
         """Takes in that lookups have failed, or were not answered in time."""
@@ -242,11 +238,10 @@ class CircuitBreaker:
 
     def _decide(self, works: bool, now: float, reason: str, is_full: bool = False) -> None:
         """Ends the test, if the ability is being tested or to be tested: ``works`` says whether it is used again."""
-        if self.state in (BreakerState.HALF_OPEN, BreakerState.TESTING):
-            if works:
-                self._close(now)
-            else:
-                self._open(now, reason, is_full)
+        if self.state is BreakerState.HALF_OPEN and works:
+            self._close(now)
+        elif self.state is BreakerState.HALF_OPEN:
+            self._open(now, reason, is_full)
 
     def _open(self, now: float, reason: str, is_full: bool = False) -> None:
         """Pauses the ability for ``reason``; ``is_full``: because the medium has no room."""
@@ -255,13 +250,13 @@ class CircuitBreaker:
         self._until = now + self.pause_s * (1 + JITTER * self._random())
         # Otherwise no request waits for it.
         self.was_paused |= self.state is BreakerState.WORKING
-        self.state = BreakerState.OPEN
+        self.state, self._test = BreakerState.OPEN, None
         self._hangs = False
         self._failures.clear()
         self._log.paused(reason, is_full, self.pause_s)
 
     def _close(self, now: float) -> None:
-        self.state = BreakerState.WORKING
+        self.state, self._test = BreakerState.WORKING, None
         self._hangs = False
         self._until = now + min(FAILURE_PERIOD_S, TRUST_FACTOR * self.pause_s)
         self._log.works_again()
