@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import groupby, repeat
-from numbers import Real
+from numbers import Integral, Real
 from types import NoneType
 from typing import Any, TypeVar
 
@@ -121,7 +121,7 @@ class GuardedTier(Tier):
         return self._ask("tenant_uses", (), partial(_check_type, Sequence))
 
     def most_blocks(self, key: OffloadKey) -> int | None:
-        most: int | None = self._ask("most_blocks", None, partial(_check_type, int | None), key)
+        most: int | None = self._ask("most_blocks", None, partial(_check_type, Integral | None), key)
         return most
 
     def contains(self, keys: Sequence[OffloadKey], ahead: Sequence[OffloadKey] = ()) -> States:
@@ -171,7 +171,7 @@ class GuardedTier(Tier):
         try:
             answer, num_failed = self._tier.poll(), self._tier.num_failed_lookups
             if num_failed != self.num_failed_lookups:
-                self.num_failed_lookups = _check_type(int, num_failed)
+                self.num_failed_lookups = _check_type(Integral, num_failed)
             if answer != [] and (listed := _listed(answer)):
                 results = self._end(listed)
         except IntegrityError:
