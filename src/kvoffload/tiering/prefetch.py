@@ -158,12 +158,6 @@ class PrefetchedBlocks:
         self.held.update((key, (slot, until)) for key, slot in zip(keys, slots, strict=True))
         self._num_held.update(key[:NAMESPACE_BYTES] for key in keys)
 
-    def use(self, keys: Collection[OffloadKey]) -> int:
-        """Takes note of a request that uses ``keys``. Returns how many of them were held."""
-        used = [key for key in keys if key in self.held]
-        self.let_go(used)
-        return len(used)
-
     def sweep(self, now: float) -> None:
         """Lets go what others have no room beside, and what was not used in time."""
         if self._num_excess > 0:
@@ -177,13 +171,14 @@ class PrefetchedBlocks:
         most = int(self._host.most_blocks(key) * HELD_SHARE)
         return max(0, min(-self._num_excess, most - self._num_held[key[:NAMESPACE_BYTES]]))
 
-    def let_go(self, keys: Collection[OffloadKey]) -> None:
-        """Unpins those of ``keys`` that are held."""
+    def let_go(self, keys: Collection[OffloadKey]) -> int:
+        """Unpins those of ``keys`` that are held. Returns how many these are."""
         keys = [key for key in dict.fromkeys(keys) if key in self.held]
         if keys:
             self._host.complete_load(self._host.lease([self.held.pop(key)[0] for key in keys]))
             self._num_held.subtract(key[:NAMESPACE_BYTES] for key in keys)
             self._num_held = +self._num_held
+        return len(keys)
 
     @property
     def _num_excess(self) -> int:
@@ -271,7 +266,7 @@ class Prefetcher:
         if context is not None:
             self.forget(context)
         if self.held:
-            self._counts["prefetched_used_blocks"] += self.blocks.use(keys)
+            self._counts["prefetched_used_blocks"] += self.blocks.let_go(keys)
 
     def clear(self) -> None:
         """Nothing is expected any more."""
