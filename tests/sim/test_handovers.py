@@ -149,7 +149,7 @@ def promised_blocks_are_dropped(monkeypatch: pytest.MonkeyPatch) -> type[SharedM
 
 
 def promises_have_no_bounds(monkeypatch: pytest.MonkeyPatch) -> type[SharedMedium]:
-    monkeypatch.setattr(UnwrittenPins, "with_room", lambda pins, keys: keys)
+    monkeypatch.setattr(UnwrittenPins, "num_with_room", lambda pins, keys: len(keys))
     return PlainMedium
 
 

@@ -100,7 +100,7 @@ class ExpectedChains:
         """Adds a chain with a new name, which is looked at when it is ``due``."""
         self.by_name[chain.name] = chain
         self._num_keys += len(chain.keys)
-        self.put_back(chain, due)
+        heapq.heappush(self._queue, (due, chain.number, chain))
         while len(self.by_name) > MAX_CHAINS or self._num_keys > self.max_keys:
             self.forget(next(iter(self.by_name)))
         if len(self._queue) > 2 * len(self.by_name) + QUEUE_SLACK:
@@ -115,21 +115,21 @@ class ExpectedChains:
         if chain is not None:
             self._num_keys -= len(chain.keys)
 
-    def take(self, now: float) -> _Expected | None:
-        """Takes the first chain that is due out of the queue; None if there is none. Forgets those that are late."""
+    def first(self, now: float) -> _Expected | None:
+        """Returns the first chain that is due; None if there is none. Forgets those that are late."""
         while self.next_due <= now:
-            chain = heapq.heappop(self._queue)[2]
-            if self.has(chain):
-                if now <= chain.until:
-                    return chain
-                self.forget(chain.name)
+            chain = self._queue[0][2]
+            if self.has(chain) and now <= chain.until:
+                return chain
+            self.put_off(math.inf)
         return None
 
-    def put_back(self, chain: _Expected, due: float) -> None:
-        """The chain is looked at again when it is ``due``; if that is infinite, it is forgotten."""
+    def put_off(self, due: float) -> None:
+        """The first one is looked at again when it is ``due``; if that is infinite, it is forgotten."""
+        _, number, chain = heapq.heappop(self._queue)
         if due < math.inf:
-            heapq.heappush(self._queue, (due, chain.number, chain))
-        else:
+            heapq.heappush(self._queue, (due, number, chain))
+        elif self.has(chain):
             self.forget(chain.name)
 
     def clear(self) -> None:
@@ -286,13 +286,11 @@ class Prefetcher:
         if now < self._not_before or not self._waits.is_idle:
             return
         for _ in range(MAX_LOOKS):
-            chain = self.chains.take(now)
-            if chain is None:
-                return
-            due = self._begin_batch(chain, now)
-            self.chains.put_back(chain, due)
+            chain = self.chains.first(now)
+            due = now if chain is None else self._begin_batch(chain, now)
             if due <= now:
                 return
+            self.chains.put_off(due)
 
     def _begin_batch(self, chain: _Expected, now: float) -> float:
         """Reads the next blocks of ``chain`` if it is time. Returns when to look at it again: infinity if nothing is to
