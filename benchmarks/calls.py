@@ -217,7 +217,7 @@ class Server:
             )
             for n in range(cell.num_tiers)
         ]
-        self.manager = TieredOffloadingManager(host, tiers, TieringSettings([BLOCK_TOKENS]), clock=self.clock)
+        self.manager = TieredOffloadingManager(host, tiers, TieringSettings([KVGroup(BLOCK_TOKENS)]), clock=self.clock)
         self.scheduler = OffloadingConnectorScheduler(
             self.manager,
             EngineSpec([KVGroup(BLOCK_TOKENS)]),

@@ -279,7 +279,7 @@ def scheduler_cost(directory: Path, quick: bool) -> list[Row]:
         manager: OffloadingManager = host
         if name == "disk":
             tier = open_disk_tier(str(directory / "cost"), 512 << 20, TierContext([pool.data], FINGERPRINT))
-            manager = TieredOffloadingManager(host, [tier], TieringSettings([BLOCK_TOKENS]))
+            manager = TieredOffloadingManager(host, [tier], TieringSettings([KVGroup(BLOCK_TOKENS)]))
         figures[name] = {"decode": decode_steps(manager, steps), **lookup_cost(manager)}
         manager.shutdown()
     rows = []
@@ -302,7 +302,7 @@ def promotion_cost(directory: Path) -> list[Row]:
     pool = HostPool(3 * n, 4096)
     host = LRUOffloadingManager(HostBackend(BLOCK_TOKENS, 3 * n))
     tier = open_disk_tier(str(directory / "promotion"), 512 << 20, TierContext([pool.data], FINGERPRINT))
-    manager = TieredOffloadingManager(host, [tier], TieringSettings([BLOCK_TOKENS], load_deadline_ms=60_000))
+    manager = TieredOffloadingManager(host, [tier], TieringSettings([KVGroup(BLOCK_TOKENS)], load_deadline_ms=60_000))
     keys = new_keys(n)
     down = up = 0.0
 

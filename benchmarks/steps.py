@@ -202,7 +202,7 @@ def measure(directory: Path, quick: bool) -> dict[str, float]:
         pool = HostPool(LARGE_POOL, 4096)
         root = str(directory / f"disk{block_tokens}")
         tier = open_disk_tier(root, 512 << 20, TierContext([pool.data], FINGERPRINT))
-        manager = TieredOffloadingManager(host(), [tier], TieringSettings([block_tokens]))
+        manager = TieredOffloadingManager(host(), [tier], TieringSettings([KVGroup(block_tokens)]))
         found[f"{what}, scheduler half, with a disk tier"], _ = run(manager)
         manager.shutdown()
         pool.close()

@@ -112,7 +112,9 @@ class Server:
         self.manager = TieredOffloadingManager(
             host,
             [StubTier("fast", knows=False), self.slow],
-            TieringSettings([BLOCK_TOKENS], lookup_deadline_ms=1e9, load_deadline_ms=1e9, load_only_if_faster=False),
+            TieringSettings(
+                [KVGroup(BLOCK_TOKENS)], lookup_deadline_ms=1e9, load_deadline_ms=1e9, load_only_if_faster=False
+            ),
             clock=lambda: 1.0,
         )
         self.scheduler = OffloadingConnectorScheduler(

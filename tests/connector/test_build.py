@@ -22,7 +22,6 @@ from kvoffload import OffloadConfig, OffloadingConnectorScheduler, build_schedul
 from kvoffload.abc import ConfigError, KVGroup, LookupState, MissReason, OffloadKey, ReqContext
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies.lru import LRUPolicy
-from kvoffload.connector.build import tokens_per_block
 from kvoffload.connector.engine import EngineSpec
 from kvoffload.connector.parts import Parts
 from kvoffload.host.pool import HostPool
@@ -91,21 +90,6 @@ def test_a_threshold_filters_what_is_stored(make: Builder) -> None:
         assert output is not None
         assert bool(output.keys_to_store) == is_stored
     assert manager.explain_miss(keys[0]).reason is MissReason.NOT_ADMITTED
-
-
-@pytest.mark.parametrize(
-    ("groups", "tokens"),
-    [
-        ([KVGroup(16)], [16]),
-        ([KVGroup(16, block_size_factor=4)], [64]),
-        ([KVGroup(16), KVGroup(32)], [8, 16]),
-        ([KVGroup(16), KVGroup(16, sliding_window=64)], [16, 16]),
-        ([KVGroup(16, sliding_window=64)], [16]),
-        ([KVGroup(16), KVGroup(16, state=True), KVGroup(16, state=True)], [16, 16, 16]),
-    ],
-)
-def test_tokens_per_block_come_from_the_groups(groups: Sequence[KVGroup], tokens: list[float]) -> None:
-    assert tokens_per_block(groups) == tokens
 
 
 # The pools.

@@ -542,7 +542,7 @@ def test_the_garbage_collector_visits_no_object_per_device_block() -> None:
 @pytest.mark.parametrize("is_off", [False, True])
 def test_above_tiers_that_are_off_a_block_can_be_lost(is_off: bool) -> None:
     host = PolicyOffloadingManager(HostBackend(TOKENS, 4), LRUPolicy(4), device_blocks=16)
-    manager = TieredOffloadingManager(host, [CatalogTier(8, 1, "lru", Clock(0.0))], TieringSettings([TOKENS]))
+    manager = TieredOffloadingManager(host, [CatalogTier(8, 1, "lru", Clock(0.0))], TieringSettings([KVGroup(TOKENS)]))
     if is_off:
         manager.switch_off_tiers("a test")
     options: dict[str, Any] = {"misses": host.history.misses, "slot_bytes": [1]}

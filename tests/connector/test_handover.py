@@ -80,7 +80,7 @@ class Server(Rig):
         if threshold is not None:
             host.admission = ReuseFilter(threshold)
             tiers = [TierSettings(admission=ReuseFilter(threshold))]
-        settings = TieringSettings([TOKENS], groups=[KVGroup(TOKENS)], load_deadline_ms=1000 * DEADLINE_S, tiers=tiers)
+        settings = TieringSettings([KVGroup(TOKENS)], load_deadline_ms=1000 * DEADLINE_S, tiers=tiers)
         manager = TieredOffloadingManager(host, [self.tier], settings, clock=clock)
         options = {} if tenants is None else {"tenants": tenants}
         super().__init__(HOST_BLOCKS, manager=manager, clock=clock, options=options)

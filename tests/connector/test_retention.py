@@ -187,7 +187,7 @@ def test_what_is_not_written_yet_survives_a_flood_before_it_is(server: Server) -
     keys, write = server.keys("b", 1, 4), server.disk.write
     server.disk.write = lambda keys, slots: []  # type: ignore[method-assign]
     assert server.serve(keys, retain(4)) == Retained(None, "disk", 4)
-    assert server.serve(server.keys("b", 2, 6), retain(5)) == Retained(RetainRefusal.NOT_WRITTEN)
+    assert server.serve(server.keys("b", 2, 10), retain(5)) == Retained(RetainRefusal.NOT_WRITTEN)
     for _ in range(3):
         server.flood("b", times=2)
     assert server.manager.host.lookup(keys) == 4

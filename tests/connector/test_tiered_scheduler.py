@@ -59,8 +59,7 @@ class SpyManager(TieredOffloadingManager):
         host = PolicyOffloadingManager(
             HostBackend(TOKENS, num_blocks), make_policy("lru", num_blocks), enable_events, clock=clock
         )
-        tokens = [TOKENS] * len(groups)
-        super().__init__(host, [self.tier], TieringSettings(tokens, groups=groups, load_deadline_ms=1000), clock=clock)
+        super().__init__(host, [self.tier], TieringSettings(groups, load_deadline_ms=1000), clock=clock)
         self.waits: list[float] = []
         self.prefills: list[tuple[int, float]] = []
 

@@ -26,7 +26,6 @@ from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.cache.tenants import HOST, Tenants
 from kvoffload.connector.adapters import AdapterChecks
-from kvoffload.connector.build import tokens_per_block
 from kvoffload.connector.engine import EngineSpec
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
@@ -235,8 +234,7 @@ class ModelEngine:
             self.policy_manager,
             lower.make(self.host_pools),
             TieringSettings(
-                tokens_per_block(parts),
-                groups=parts,
+                parts,
                 lookup_deadline_ms=lower.lookup_deadline_ms,
                 tenants=lower.tenants,
                 load_deadline_ms=self.scenario.load_deadline_ms,

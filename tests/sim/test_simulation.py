@@ -15,10 +15,10 @@ import pytest
 from kvoffload.abc import ByteArray, LoadStoreSpec, OffloadKey, ReqContext, Slots, Tier, TierResult
 from kvoffload.cache.keys import key_group_idx
 from kvoffload.cache.manager import PolicyOffloadingManager
-from kvoffload.tiering import tier_blocks, writes
+from kvoffload.tiering import chains, writes
+from kvoffload.tiering.chains import TierBlocks
 from kvoffload.tiering.health import MAX_FAILURES
 from kvoffload.tiering.plan import Bools, ChainLayout, Look, WritePlan, plan_writes
-from kvoffload.tiering.tier_blocks import TierBlocks
 from kvoffload.tiering.waits import Wait, Waits
 from kvoffload.tiers.disk import blockio
 from kvoffload.tiers.disk.tier import DiskTier
@@ -459,7 +459,7 @@ def a_state_taken_for_optional(server: Server, tier: DiskTier, monkeypatch: pyte
 def what_follows_a_failed_write_stays(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writes, "MAX_REWRITES", -1)
     monkeypatch.setattr(
-        tier_blocks, "unreachable", lambda layout, by_group, *args: [np.zeros(len(keys), np.bool_) for keys in by_group]
+        chains, "unreachable", lambda layout, by_group, *args: [np.zeros(len(keys), np.bool_) for keys in by_group]
     )
 
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from kvoffload.abc import LookupState, OffloadKey
 from kvoffload.cache.keys import namespace
 from kvoffload.tiering.bridge import BridgeSettings, JobEnd, Page, TierBridge
-from kvoffload.tiering.bridge_copies import STORE_SHARE
+from kvoffload.tiering.bridge_thread import STORE_SHARE
 from tests.tiering.rig import SLOT_BYTES, Rig, SpyTier, content
 
 FINGERPRINT = "ab" * 32
@@ -105,14 +105,14 @@ class BridgeRig:
 
     def step(self, turns: int = 1) -> None:
         for _ in range(turns):
-            self.bridge.step()
+            self.bridge._thread.step()
             self.manager.check_integrity()
 
     def settle(self) -> list[JobEnd]:
         """Runs until nothing happens any more. Returns the reports since the last call."""
         for _ in range(1000):
             self.executor.drain()
-            if not self.bridge.step() and self.executor.idle:
+            if not self.bridge._thread.step() and self.executor.idle:
                 break
         else:
             raise AssertionError("the bridge never comes to rest")

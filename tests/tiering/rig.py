@@ -192,11 +192,7 @@ class Rig:
             backend, make_policy(policy, host_blocks), enable_events, clock=self.clock, device_blocks=device_blocks
         )
         self.manager = TieredOffloadingManager(
-            self.host,
-            self.tiers,
-            TieringSettings([16.0] * len(groups), groups=groups, **options),
-            clock=self.clock,
-            random=lambda: 0.0,
+            self.host, self.tiers, TieringSettings(groups, **options), clock=self.clock, random=lambda: 0.0
         )
 
     def store(self, keys: list[OffloadKey]) -> None:

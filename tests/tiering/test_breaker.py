@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvoffload.abc import (
-    Ability,
-    LookupState,
-    OffloadKey,
-    ReqContext,
-    TierError,
-    TierResult,
-)
+from kvoffload.abc import Ability, LookupState, OffloadKey, ReqContext, TierError, TierResult
 from kvoffload.tiering.health import (
     FAILURE_PERIOD_S,
     JITTER,
@@ -26,15 +19,7 @@ from kvoffload.tiering.health import (
     CircuitBreaker,
 )
 from kvoffload.tiering.rates import Ended
-from tests.tiering.rig import (
-    A,
-    B,
-    Rig,
-    chain,
-    content,
-    on_disk,
-    slot_of,
-)
+from tests.tiering.rig import A, B, Rig, chain, content, on_disk, slot_of
 
 
 def hang(rig: Rig, name: str = "x") -> list[OffloadKey]:
@@ -66,21 +51,6 @@ def fail(rig: Rig, times: int) -> None:
         rig.manager.lookup(keys, ReqContext(f"bad{rig.clock.now}/{i}"))
         rig.settle()
         rig.tier.fails = None
-
-
-def test_no_other_request_waits_for_a_hanging_tier() -> None:
-    rig = Rig(load_deadline_ms=1000)
-    keys, other = chain("x", 2), chain("y", 2)
-    rig.store_below(keys + other)
-    rig.manager.lookup(keys, A)
-    rig.manager.poll()
-    rig.clock.now += 1.0
-    rig.manager.poll()
-    assert rig.manager.lookup(keys, A) == 0
-    assert rig.manager.lookup(other, B) == 0
-    assert rig.manager.lookup(keys, B) == 0
-    rig.settle()
-    assert rig.manager.lookup(other, B) is None, "the tier works again"
 
 
 def test_transfers_that_have_ended_while_the_engine_was_idle_are_no_hang() -> None:
@@ -135,19 +105,16 @@ def test_the_host_slot_of_a_hanging_read_is_not_given_to_another_block() -> None
 
 
 def test_a_hanging_read_does_not_change_the_read_rate() -> None:
-    rig = Rig(host_blocks=32, load_deadline_ms=1000, load_only_if_faster=True)
-    other = chain("y", 4)
-    rig.store_below(other)
-    hang(rig)
+    rig = Rig(load_deadline_ms=1000)
     rig.tier.seconds_per_block = 0.01
-    wait_for_probe(rig, other)
-    rig.tier.seconds_per_block = None
-    before = rig.manager.tiers[0].estimator.seconds_to_read(1)
-    assert before is not None
+    hang(rig)
+    rig.tier.seconds_per_block, tier = None, rig.manager.tiers[0]
+    before = tier.estimator.seconds_to_read(1)
+    assert before == pytest.approx(0.01)
     rig.clock.now += 1e9
     rig.settle()
-    assert not rig.manager.tiers[0].reads
-    assert rig.manager.tiers[0].estimator.seconds_to_read(1) == before
+    assert not tier.reads
+    assert tier.estimator.seconds_to_read(1) == before
 
 
 def fail_writes(rig: Rig, error: TierError = TierError.IO, times: int = MAX_FAILURES) -> None:
@@ -285,7 +252,7 @@ def test_half_open_writes_one_block(succeeds: bool) -> None:
         rig.manager.poll()
         rig.manager.poll()
         assert rig.tier.writes == keys[:1]
-        assert health(rig, Ability.WRITE).state is BreakerState.TESTING
+        assert not health(rig, Ability.WRITE).may_test
     rig.tier.fails = None if succeeds else TierError.IO
     rig.settle()
     rig.settle()

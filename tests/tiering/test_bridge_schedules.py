@@ -200,7 +200,7 @@ class Schedule:
                 talk.stored.clear()
                 talk.num_stored = 0
         elif kind < 0.6:
-            self.rig.bridge.drain()
+            self.rig.bridge._jobs.stop()
         else:
             return
         self.take_reports()

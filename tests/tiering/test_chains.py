@@ -64,22 +64,6 @@ def test_beyond_its_bounds_the_oldest_chain_that_is_not_started_is_dropped(monke
     assert few_keys.excess() is None, "one chain is kept, however long"
 
 
-@pytest.mark.parametrize("state", [FRESH, ChainState.WAITING, ChainState.HELD])
-def test_a_removed_chain_leaves_nothing_behind(state: ChainState) -> None:
-    a = chain("a")
-    backlog = backlog_of(a)
-    if state is ChainState.WAITING:
-        backlog.move(a, ChainState.WAITING, [b"x"])
-    elif state is ChainState.HELD:
-        backlog.move(a, ChainState.HELD)
-    backlog.move(a, ChainState.GONE)
-    backlog.move(a, ChainState.GONE)
-    assert list(backlog) == []
-    assert backlog.of_request("a") is None
-    assert not backlog.wake([b"x"])
-    backlog.check_integrity()
-
-
 def test_the_check_finds_a_chain_in_the_wrong_queue() -> None:
     a = chain("a")
     backlog = backlog_of(a)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvoffload.abc import TierStats
 from kvoffload.observe.metrics import METRICS, Metrics
-from tests.tiering.rig import SLOT_BYTES, A, Rig, SpyTier, below, chain
+from tests.tiering.rig import SLOT_BYTES, A, Rig, SpyTier, below
 
 
 def test_what_a_tier_has_done_is_counted_under_its_name() -> None:
@@ -20,15 +20,6 @@ def test_what_a_tier_has_done_is_counted_under_its_name() -> None:
     assert counts["tier_off:memory"] == counts["tier_paused:read,memory"] == 0
     assert rig.manager.release_request(A) == {"memory": keys}
     assert "tier_write_blocks:memory" not in rig.counts(), "each is reported once"
-
-
-def test_totals_that_a_tier_keeps_are_reported_as_they_grow() -> None:
-    rig = Rig(tier_blocks=2)
-    rig.store_below(chain("x", 3))
-    assert rig.counts()["tier_evicted_blocks:memory"] == 1
-    rig.store_below(chain("y", 2))
-    assert rig.counts()["tier_evicted_blocks:memory"] == 2
-    assert "tier_evicted_blocks:memory" not in rig.counts()
 
 
 def test_counters_do_not_fall_if_a_tier_counts_from_0_again() -> None:

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
-from kvoffload.abc import OffloadingEvent, OffloadKey, Tier, TierError, TierResult
+from kvoffload.abc import KVGroup, OffloadingEvent, OffloadKey, Tier, TierError, TierResult
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.testing.tier_conformance import make_pools
-from kvoffload.tiering import events as events_module
-from kvoffload.tiering.events import TierEvents
-from kvoffload.tiering.guard import GuardedTier
+from kvoffload.tiering import guard
+from kvoffload.tiering.guard import GuardedTier, TierEvents
 from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings
 from kvoffload.tiers.disk.tier import DiskSettings, DiskTier
 from tests.sim.executor import SteppedExecutor
@@ -78,19 +77,6 @@ def test_a_tier_without_events_is_not_asked_and_keeps_nothing() -> None:
     assert rig.tier.evicted is None
 
 
-def test_what_was_held_at_the_start_is_announced_when_it_is_read() -> None:
-    rig = Rig(enable_events=True)
-    keys = chain("a", 2)
-    rig.store_below(keys)
-    list(rig.manager.take_events())
-    assert rig.manager.lookup(keys, A) is None
-    rig.settle()
-    assert rig.manager.lookup(keys, A) == 2
-    index: dict[str | None, set[OffloadKey]] = {}
-    apply(index, list(rig.manager.take_events()))
-    assert index == {None: set(keys), "memory": set(keys)}
-
-
 @pytest.mark.parametrize("error", [TierError.CORRUPT, TierError.GONE])
 def test_a_block_that_could_not_be_read_is_gone(error: TierError) -> None:
     rig = Rig(enable_events=True)
@@ -122,7 +108,7 @@ def test_a_block_found_in_a_shared_medium_is_announced_too() -> None:
 
 
 def test_pending_events_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events_module, "MAX_PENDING_EVENTS", 4)
+    monkeypatch.setattr(guard, "MAX_PENDING_EVENTS", 4)
     events = TierEvents(MemoryTier(make_pools(1, SLOT_BYTES), 1))
     names = [bytes([i]) for i in range(10)]
     events.ended([TierResult(name, False) for name in names])
@@ -163,7 +149,9 @@ def history(make_tier: Any, seed: int) -> tuple[set[OffloadKey], set[OffloadKey]
     executor = SteppedExecutor(seed, clock=clock)
     tier = make_tier(pools, executor, clock)
     host = PolicyOffloadingManager(HostBackend(16, 16), make_policy("lru", 16), True, must_store=True, clock=clock)
-    manager = TieredOffloadingManager(host, [tier], TieringSettings([16.0], load_only_if_faster=False), clock=clock)
+    manager = TieredOffloadingManager(
+        host, [tier], TieringSettings([KVGroup(16)], load_only_if_faster=False), clock=clock
+    )
     index: dict[str | None, set[OffloadKey]] = {tier.name: set()}
     chains = [chain(chr(ord("a") + i), 6) for i in range(12)]
     for step in range(150):

@@ -83,19 +83,6 @@ def test_a_block_on_the_device_that_the_tiers_hold_is_not_stored_until_it_leaves
     settle(rig)
 
 
-def test_a_block_that_a_tier_has_lost_is_stored_again() -> None:
-    rig = Rig(host_blocks=2, device_blocks=16, write_share=1.0)
-    first = chain("first", 2)
-    rig.store(first)
-    settle(rig)
-    rig.host.reset()
-    rig.tier.delete(first)
-    output = rig.manager.prepare_store(first)
-    assert output is not None
-    assert output.keys_to_store == first
-    rig.manager.complete_store(output.store_spec)
-
-
 def leave(rig: Rig, keys: list[bytes]) -> None:
     """These blocks are stored because they leave the device."""
     rig.manager.note_device(left=keys)
@@ -125,18 +112,6 @@ def test_two_tiers_must_both_have_it() -> None:
     rig.manager.note_device(held=new)
     rig.store(chain("third", 2))
     assert present(rig, old, new) == [0, 2]
-
-
-def test_a_tier_that_is_off_is_not_waited_for() -> None:
-    rig = Rig(host_blocks=4, device_blocks=16, write_share=1.0)
-    old, new = chain("old", 2), chain("new", 2)
-    rig.store(old)
-    settle(rig)
-    rig.manager.switch_off_tiers("for a test")
-    leave(rig, new)
-    rig.manager.note_device(held=new)
-    leave(rig, chain("third", 1))
-    assert present(rig, old, new) == [2, 1]
 
 
 def test_what_is_to_be_retained_is_stored_although_the_tiers_have_it() -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
 from kvoffload.abc import KVGroup, LookupState, MissReason, OffloadKey, ReqContext, States
-from kvoffload.tiering import health
 from kvoffload.tiering.health import MAX_FAILURES, MISS_TTL_S, BreakerState, OpenQuestions
 from kvoffload.tiering.lookup import FIRST_CHUNK
 from kvoffload.tiering.manager import TierSettings
@@ -243,31 +240,3 @@ def test_questions_of_requests_that_have_ended_are_forgotten() -> None:
     rig.clock.now += 0.1 + MISS_TTL_S
     rig.manager.poll()
     assert len(questions) == 0
-
-
-def seconds_of(call: Callable[[], object]) -> float:
-    begun = time.thread_time()
-    call()
-    return time.thread_time() - begun
-
-
-def slowdown_of_a_full_table() -> float:
-    """Returns how many times as long a new question takes when the table is full, as when it is empty."""
-    questions, n = OpenQuestions(1.0), health.MAX_UNANSWERED
-    keys = chain("x", 3 * n)
-    empty, _, full = (seconds_of(partial(questions.find_late, keys[i : i + n], 0.0)) for i in (0, n, 2 * n))
-    return full / empty
-
-
-def test_a_full_table_is_trimmed_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plain dict takes a hundred times as long: to find its first entry it walks all that were deleted there."""
-    monkeypatch.setattr(health, "MAX_UNANSWERED", 1 << 15)
-    assert slowdown_of_a_full_table() < 10
-
-    class PlainDict(dict[OffloadKey, float]):
-        def popitem(self, last: bool = True) -> tuple[OffloadKey, float]:
-            key = next(iter(self))
-            return key, self.pop(key)
-
-    monkeypatch.setattr(health, "OrderedDict", PlainDict)
-    assert slowdown_of_a_full_table() > 10

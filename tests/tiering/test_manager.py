@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvoffload.abc import Hints, LookupState, MissReason, ReqContext, TierError
-from kvoffload.cache.admission import FilterReusedOffloadingManager
+from kvoffload.abc import Hints, KVGroup, LookupState, MissReason, ReqContext, TierError
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import HostBackend
@@ -23,7 +22,7 @@ class TestConformance(ManagerConformance):
         tier = MemoryTier(make_pools(num_blocks, SLOT_BYTES), 0)
         backend = HostBackend(16, num_blocks)
         host = PolicyOffloadingManager(backend, make_policy("lru", num_blocks), enable_events=True)
-        return TieredOffloadingManager(host, [tier], TieringSettings([16.0]))
+        return TieredOffloadingManager(host, [tier], TieringSettings([KVGroup(16)]))
 
 
 def test_a_block_is_written_through_and_promoted_with_its_bytes() -> None:
@@ -51,20 +50,6 @@ def test_the_blocks_of_the_last_request_of_a_session_are_not_written(hints: Hint
         rig.settle()
         is_last = context.req_id == "last"
         assert rig.tier.writes == ([] if ends and is_last else keys)
-
-
-def test_early_evictions_are_counted_beside_the_counts_of_tiers() -> None:
-    rig = Rig(host_blocks=4)
-    keys, context = chain("x", 4), ReqContext("last", hints=Hints(drop=True))
-    rig.manager.touch(keys, context)
-    output = rig.manager.prepare_store(keys, context)
-    assert output is not None
-    rig.manager.complete_store(output.store_spec, context)
-    rig.manager.end_chain(keys, output.keys_to_store, context)
-    rig.store(chain("y", 3))
-    counts = rig.manager.take_counts()
-    assert (counts["early_evictions"], counts["tier_off:memory"]) == (3, 0)
-    assert "early_evictions" not in rig.manager.take_counts()
 
 
 def test_poll_returns_whether_a_lookup_may_find_more() -> None:
@@ -111,25 +96,6 @@ def test_a_key_is_read_once_however_many_requests_want_it() -> None:
     assert [sum(arrived(rig.manager, context).values()) for context in (A, B, ReqContext("c"))] == [4, 3, 4]
 
 
-def test_a_store_with_a_reuse_filter_promotes_nothing() -> None:
-    rig, keys = below(2)
-    output = FilterReusedOffloadingManager(rig.manager).prepare_store(keys, A)
-    assert output is not None
-    assert output.keys_to_store == []
-    rig.settle()
-    assert rig.tier.reads == []
-
-
-def test_windows_wait_for_missing_blocks() -> None:
-    rig, keys = below(3)
-    rig.store(keys[:1])
-    rig.settle()
-    hit, retry = LookupState.HIT, LookupState.RETRY
-    assert rig.manager.lookup_each(keys, A).tolist() == [hit, retry, retry]
-    rig.settle()
-    assert rig.manager.lookup_each(keys, A).tolist() == [hit, hit, hit]
-
-
 def test_windows_that_cannot_be_complete_promote_nothing() -> None:
     rig = Rig()
     keys = chain("x", 3)
@@ -152,14 +118,6 @@ def test_a_window_too_large_to_be_promoted_is_a_miss_at_once(n: int, promoted: b
         rig.host.complete_store(keys[:1])
         hit, retry = LookupState.HIT, LookupState.RETRY
         assert rig.manager.lookup_each(keys, A).tolist() == [hit, *[retry] * 8], "blocks of the host need no promotion"
-
-
-def test_a_missed_block_that_the_tier_holds_was_not_delivered_in_time() -> None:
-    rig, keys = below(8, host_blocks=8)
-    rig.manager.lookup(keys, A)
-    rig.settle()
-    assert rig.manager.lookup(keys, A) == 4
-    assert rig.manager.explain_miss(keys[4]).reason is MissReason.NOT_IN_TIME
 
 
 @pytest.mark.parametrize(
@@ -233,14 +191,6 @@ def test_a_reset_makes_everything_unreachable_whatever_is_under_way(under_way: s
     rig.settle()
     assert rig.manager.lookup(keys, A) == 2
     assert rig.bytes_of(keys) == [bytes(content(key)) for key in keys]
-
-
-def test_shutdown_may_be_called_twice() -> None:
-    rig = Rig()
-    rig.store(chain("x", 2))
-    rig.manager.shutdown()
-    rig.manager.shutdown()
-    assert rig.host.num_used_blocks == 0
 
 
 def test_a_miss_names_the_tier_that_holds_the_block() -> None:

@@ -41,22 +41,8 @@ def plan(groups: list[KVGroup], in_tier: list[str], available: list[str], *, is_
     return plan_writes(layout, by_group, 0, layout.num_units(by_group), is_last, look)
 
 
-def test_missing_blocks_are_written_in_order() -> None:
-    assert plan([FULL], ["x..x."], [".xx.x"]) == WritePlan([b"a1", b"a2", b"a4"], 5)
-
-
 def test_nothing_is_written_behind_a_hole() -> None:
     assert plan([FULL], ["....."], ["xx.xx"]) == WritePlan([b"a0", b"a1"], 2, (b"a2",))
-
-
-def test_a_complete_chain_is_done() -> None:
-    assert plan([FULL], ["xxx"], ["..."]) == WritePlan([], 3)
-
-
-def test_a_window_needs_only_its_last_blocks() -> None:
-    made = plan([FULL, WINDOW], ["......", "......"], ["xxxxxx", "...xxx"])
-    assert made.keys == [b"a0", b"a1", b"a2", b"a3", b"b3", b"a4", b"b4", b"a5", b"b5"]
-    assert made.done == 6
 
 
 def test_a_window_that_is_incomplete_at_the_end_of_the_chain_is_a_hole() -> None:
@@ -64,15 +50,6 @@ def test_a_window_that_is_incomplete_at_the_end_of_the_chain_is_a_hole() -> None
     assert made == WritePlan([b"a0", b"b0", b"a1", b"b1"], 2, (b"b2",))
     more_to_come = plan([FULL, WINDOW], ["....", "...."], ["xxxx", "xx.."], is_last=False)
     assert not more_to_come.holes
-
-
-def test_units_are_as_long_as_the_largest_block() -> None:
-    layout = ChainLayout([FULL, CHUNKED])
-    assert layout.unit_tokens == 32
-    assert layout.blocks_per_unit == [2, 1]
-    full, chunked = layout.spans([names(0, 6), names(1, 3)], 1, 3)
-    assert (full.keys, full.stops.tolist()) == ([b"a2", b"a3", b"a4", b"a5"], [2, 4])
-    assert (chunked.keys, chunked.firsts.tolist(), chunked.stops.tolist()) == ([b"b2"], [0, 0], [0, 1])
 
 
 def lost(groups: list[KVGroup], held: list[str], written: list[bytes]) -> list[bytes]:

@@ -7,17 +7,7 @@ import pytest
 from kvoffload.abc import Hints, OffloadKey, ReqContext
 from kvoffload.tiering import prefetch
 from kvoffload.tiering.lookup import find_hit
-from kvoffload.tiering.prefetch import (
-    BATCH_S,
-    HELD_SHARE,
-    JUDGED_BLOCKS,
-    LEAD_S,
-    MAX_CHAINS,
-    MAX_JUDGED,
-    PROBE_EVERY,
-    SWEEP_EVERY_S,
-    TIME_SHARE,
-)
+from kvoffload.tiering.prefetch import BATCH_S, HELD_SHARE, LEAD_S, MAX_CHAINS, SWEEP_EVERY_S
 from tests.tiering.rig import Rig, chain
 
 RETURNS_IN_S = 100.0
@@ -84,19 +74,6 @@ def measure_reads(rig: Rig, keys: list[OffloadKey]) -> None:
     rig.manager.touch(keys, ReqContext("measured", hints=Hints(1)))
     rig.fill_host()
     assert num_in_host(rig, keys) == 0
-
-
-def test_a_chain_that_takes_long_to_read_is_begun_earlier(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefetch, "BATCH_BYTES", 1)
-    rig.tier.seconds_per_block = 0.25
-    keys, seconds = chain("b", 10), 10 * 0.25 / TIME_SHARE
-    rig.store_below(keys)
-    measure_reads(rig, chain("a", 5))
-    end(rig, keys, hints())
-    make_steps(rig, RETURNS_IN_S - LEAD_S - 1.5 * seconds)
-    assert num_in_host(rig, keys) == 0, "not long before"
-    make_steps(rig, 1.5 * seconds + 1)
-    assert num_in_host(rig, keys) == 10
 
 
 def test_a_chain_of_which_more_is_missing_is_begun_earlier(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,22 +196,6 @@ def test_the_room_is_bounded_and_given_back_by_uses() -> None:
     rig.manager.check_integrity()
 
 
-def test_what_was_used_takes_no_room_of_what_is_read_later() -> None:
-    """Whatever the chains have in common, and how often they return."""
-    rig = Rig(host_blocks=32, tier_blocks=256)
-    shared = chain("s", 1)
-    keys = [[*shared, *chain(f"n{i}", 10)] for i in range(8)]
-    for each in keys:
-        rig.store_below(each)
-    for i, each in enumerate(keys):
-        end(rig, each, hints(10 + i))
-        wait(rig, RETURNS_IN_S - 1)
-        assert num_in_host(rig, each) == 11
-        rig.manager.touch(each, ReqContext(f"next {i}", hints=Hints(10 + i)))
-        rig.fill_host(f"filler{i}")
-    assert not is_watching(rig)
-
-
 def test_what_is_held_gives_way_to_what_is_pinned_meanwhile() -> None:
     """A request that waits for a tier gets its blocks, although others pin what is not held."""
     rig = Rig(host_blocks=32, tier_blocks=256)
@@ -268,18 +229,6 @@ def test_a_tenant_has_its_share_and_holds_nobody_up(most: int, num_held: int, mo
     assert (num_in_host(rig, small), num_in_host(rig, other)) == (num_held, 6)
 
 
-def test_wrong_estimates_of_one_tenant_are_not_held_against_another() -> None:
-    rig = Rig(host_blocks=32, tier_blocks=256)
-    prefetcher = rig.manager.prefetcher
-    prefetcher.blocks.judge(chain("liar", 1) * JUDGED_BLOCKS, is_used=False)
-    others = chain("others", 1)
-    assert not prefetcher.blocks.are_worth_it(chain("liar", 1)[0])
-    assert prefetcher.blocks.are_worth_it(others[0])
-    for i in range(2 * MAX_JUDGED):
-        prefetcher.blocks.judge(chain(f"{i:08}", 1), is_used=False)
-    assert len(prefetcher.blocks._judged) == MAX_JUDGED
-
-
 def test_of_a_long_chain_each_batch_looks_at_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefetch, "PIECE", 3)
     monkeypatch.setattr(prefetch, "BATCH_BYTES", 1)
@@ -299,21 +248,6 @@ def test_of_a_long_chain_each_batch_looks_at_a_piece(monkeypatch: pytest.MonkeyP
     assert num_in_host(rig, keys) == 12
     assert looks[0] == 12
     assert set(looks[1:]) <= {1, 2, 3}
-
-
-def test_estimates_that_prove_wrong_end_most_of_it() -> None:
-    rig = Rig(host_blocks=256, tier_blocks=512)
-    keys = chain("a", 32)
-    rig.store_below(keys)
-    num_read = []
-    for i in range(2 * JUDGED_BLOCKS // 32):
-        end(rig, keys, hints(10 + i))
-        wait(rig, RETURNS_IN_S - 1)
-        num_read.append(rig.counts().get("prefetched_blocks", 0))
-        wait(rig, 2 * LEAD_S + 1)
-        rig.fill_host(f"filler{i}")
-    assert num_read[0] == 32
-    assert sum(n > 0 for n in num_read) <= 2 + len(num_read) / PROBE_EVERY + 1
 
 
 def test_the_number_of_chains_is_bounded(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,26 +7,9 @@ from functools import partial
 import pytest
 
 from kvoffload.abc import BlockNotReadyError, KVGroup, LookupState, MissReason, OffloadKey, ReqContext
-from kvoffload.cache.admission import FilterReusedOffloadingManager
-from kvoffload.tiering import reads, waits
-from kvoffload.tiering.health import MAX_FAILURES
-from kvoffload.tiering.waits import PROMOTION_SHARE
+from kvoffload.tiering import waits
 from tests.counting import lines_of
 from tests.tiering.rig import A, B, Rig, arrived, below, chain
-
-
-def test_promoted_blocks_stay_until_the_request_loads_them() -> None:
-    rig, keys = below(4)
-    rig.manager.lookup(keys, A)
-    rig.settle()
-    rig.fill_host()
-    assert rig.manager.lookup(keys, A) == 4
-    rig.manager.prepare_load(keys, A)
-    rig.manager.release_request(A)
-    rig.manager.complete_load(keys, A)
-    rig.manager.check_integrity()
-    rig.fill_host("other")
-    assert rig.host.lookup(keys) == 0, "afterwards they can be evicted"
 
 
 def test_aborted_requests_are_forgotten_while_a_read_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,33 +29,6 @@ def test_aborted_requests_are_forgotten_while_a_read_hangs(monkeypatch: pytest.M
     assert rig.manager.lookup(keys, A) == 0, "its own deadline counts still"
 
 
-def test_promoted_blocks_stay_for_a_request_that_the_engine_cannot_schedule() -> None:
-    rig, keys = below(4, load_deadline_ms=1000)
-    rig.manager.lookup(keys, A)
-    rig.settle()
-    rig.clock.now += 3.0
-    rig.settle()
-    rig.fill_host()
-    assert rig.manager.lookup(keys, A) == 4
-    assert rig.tier.reads == keys, "they were read once"
-
-
-def test_blocks_that_arrived_in_time_stay_for_a_request_whose_others_were_late() -> None:
-    rig, keys = below(4, load_deadline_ms=1000)
-    with rig.executor.hold():
-        assert rig.manager.lookup(keys[:2], A) is None
-        rig.manager.poll()
-    rig.executor.drain()
-    with rig.executor.hold():
-        rig.manager.poll()
-        assert rig.manager.lookup(keys, A) is None, "the other two are being read, and the read hangs"
-        rig.manager.poll()
-        rig.clock.now += 1.0
-        rig.manager.poll()
-        rig.fill_host()
-        assert rig.manager.lookup(keys, A) == 2
-
-
 def test_blocks_pinned_for_a_whole_deadline_give_way_to_another_request() -> None:
     rig = Rig(host_blocks=8, load_deadline_ms=1000)
     keys, more = chain("x", 4), chain("y", 4)
@@ -89,44 +45,6 @@ def test_blocks_pinned_for_a_whole_deadline_give_way_to_another_request() -> Non
     assert rig.manager.lookup(more, B) == 4
     rig.fill_host()
     assert rig.manager.lookup(keys, A) is None, "a request that has lost its blocks may wait again"
-
-
-def test_requests_take_room_from_each_other_once_per_deadline() -> None:
-    rig = Rig(host_blocks=8, load_deadline_ms=1000)
-    keys, more = chain("x", 4), chain("y", 4)
-    rig.store_below(keys + more)
-    seconds = 5
-    for step in range(1000 * seconds):
-        rig.clock.now += 0.001
-        rig.manager.lookup(keys, A)
-        rig.manager.lookup(more, B)
-        rig.manager.poll()
-        rig.executor.drain()
-        rig.manager.poll()
-        if step % 10 == 0:
-            rig.fill_host(f"filler{step}")
-    rig.manager.check_integrity()
-    assert len(rig.tier.reads) <= 2 * 4 * seconds
-
-
-def test_promotions_take_at_most_their_share_of_the_host() -> None:
-    rig = Rig(host_blocks=16)
-    share = int(16 * PROMOTION_SHARE)
-    keys, more = chain("x", 12), chain("y", 4)
-    rig.store_below(keys + more)
-    assert rig.manager.lookup(keys, A) is None
-    assert rig.manager.lookup(more, B) is None
-    rig.settle()
-    assert rig.tier.reads == keys[:share]
-    assert rig.manager.lookup(keys, A) == share, "a request gets no more, and does not wait for more"
-    assert rig.manager.lookup(more, B) is None
-    rig.fill_host()
-    assert rig.manager.prepare_store(chain("new", 16 - share)) is not None, "stores can use the other blocks"
-    rig.manager.release_request(A)
-    rig.settle()
-    assert rig.tier.reads == keys[:share] + more
-    rig.settle()
-    assert rig.manager.lookup(more, B) == 4
 
 
 @pytest.mark.parametrize("second_asks_first", [True, False])
@@ -192,7 +110,7 @@ def test_no_more_blocks_are_read_than_can_arrive_in_time() -> None:
             assert rig.tier.reads == keys + more[:4]
 
 
-@pytest.mark.parametrize("event", ["room", "blocks lost", "tier paused", "too many wait"])
+@pytest.mark.parametrize("event", ["room", "blocks lost", "too many wait"])
 def test_promotions_wait_for_room_in_the_host(event: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rig, keys = below(2, host_blocks=4)
     busy = chain("busy", 4)
@@ -204,11 +122,6 @@ def test_promotions_wait_for_room_in_the_host(event: str, monkeypatch: pytest.Mo
     assert rig.tier.reads == []
     if event == "blocks lost":
         rig.tier.delete(keys)
-    elif event == "tier paused":
-        rig.tier.num_failed_lookups = MAX_FAILURES
-        rig.settle()
-        assert rig.manager.lookup(keys, A) == 0, "it is looked up again, without the tier"
-        return
     elif event == "too many wait":
         monkeypatch.setattr(waits, "MAX_WAITS", 1)
         assert rig.manager.lookup(keys, B) == 0
@@ -274,12 +187,10 @@ def test_a_load_that_fails_takes_no_pins() -> None:
 
 
 def test_dropped_blocks_are_not_kept_for_a_request() -> None:
-    rig = Rig()
-    keys = chain("x", 4)
+    rig, keys = Rig(), chain("x", 4)
     promoted(rig, keys)
     rig.manager.drop(keys[1:3])
     assert rig.manager.lookup(keys, A) == 1
-    rig.manager.check_integrity()
     rig.manager.release_request(A)
     assert rig.host.num_available_blocks == rig.host.num_blocks
     rig.manager.check_integrity()
@@ -296,22 +207,6 @@ def test_a_request_that_may_not_wait_is_answered_from_the_host() -> None:
     assert rig.manager.num_promotions == 0
     assert rig.manager.lookup(keys, A) is None
     assert rig.manager.lookup(keys, at_once) == 1, "not even if it waits already"
-
-
-def test_a_request_that_may_not_wait_counts_once_for_the_reuse_filter() -> None:
-    rig = Rig()
-    manager = FilterReusedOffloadingManager(rig.manager, store_threshold=2)
-    keys = chain("x", 2)
-    manager.touch(keys, A)
-    manager.lookup(keys, A)
-    manager.lookup(keys, ReqContext("a", may_wait=False))
-    output = manager.prepare_store(keys, A)
-    assert output is not None
-    assert output.keys_to_store == [], "one request has asked for them"
-    manager.touch(keys, B)
-    output = manager.prepare_store(keys, B)
-    assert output is not None
-    assert output.keys_to_store == keys
 
 
 def queued(num_requests: int) -> Rig:
@@ -342,7 +237,7 @@ def test_no_call_costs_more_because_of_the_promotions_that_are_queued() -> None:
 def test_a_tier_that_reads_nothing_lets_no_step_look_at_all_that_waits_for_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(reads, "MAX_READS", 1)
+    monkeypatch.setattr(waits, "MAX_READS", 1)
 
     def busy(num_requests: int) -> Rig:
         rig = Rig(host_blocks=64, tier_blocks=1 << 12, num_tiers=2, load_deadline_ms=1e9)
@@ -357,23 +252,3 @@ def test_a_tier_that_reads_nothing_lets_no_step_look_at_all_that_waits_for_anoth
 
     cost, cost_of_many = (lines_of(busy(n).manager.poll) for n in (3, 100))
     assert cost_of_many < cost + 30
-
-
-def test_promotions_that_are_queued_again_keep_their_place() -> None:
-    rig = Rig(host_blocks=4)
-    for name in "xyz":
-        rig.store_below(chain(name, 1))
-    rig.fill_host()
-    rig.host.prepare_load(filler := chain("filler", 4))
-    for name in "xyz":
-        rig.manager.lookup(chain(name, 1), ReqContext(name))
-    rig.manager.poll()
-    rig.clock.now += 2.0
-    for name in "yxz":
-        assert rig.manager.lookup(chain(name, 1), ReqContext(name)) == 0, "its deadline has passed"
-    rig.manager.poll()
-    for name in "zyx":
-        assert rig.manager.lookup(chain(name, 1), ReqContext(name)) is None
-    rig.host.complete_load(filler)
-    rig.settle()
-    assert rig.tier.reads == [*chain("x", 1), *chain("y", 1)]

@@ -7,18 +7,10 @@ from random import Random
 import numpy as np
 import pytest
 
-from kvoffload.abc import (
-    MissReason,
-    ReqContext,
-    TierResult,
-)
-from kvoffload.tiering.rates import RATE_TTL_S, Ended, LoadOrCompute, ReadEstimator
-from tests.tiering.rig import (
-    A,
-    B,
-    Rig,
-    chain,
-)
+from kvoffload.abc import MissReason, ReqContext, TierResult
+from kvoffload.tiering.lookup import RATE_TTL_S, num_worth_loading
+from kvoffload.tiering.rates import Ended, ReadEstimator
+from tests.tiering.rig import A, B, Rig, chain
 
 
 def test_reads_at_the_same_time_count_once() -> None:
@@ -92,13 +84,9 @@ def measured(seconds_per_block: float | None, at: float = 100.0) -> ReadEstimato
     return estimator
 
 
-def worth(
-    sources: list[int], rates: list[float | None], ahead: list[int] | None = None, now: float = 100.0, **options: bool
-) -> int:
-    decision = LoadOrCompute([16.0], always_load=options.get("always_load", False))
-    decision.observe_prefill(160, 10 * C)
+def worth(sources: list[int], rates: list[float | None], ahead: list[int] | None = None, now: float = 100.0) -> int:
     estimators = [measured(rate) for rate in rates]
-    return decision.num_worth_loading(0, np.array(sources, np.int8), ahead or [0] * len(rates), estimators, now)
+    return num_worth_loading(C, np.array(sources, np.int8), ahead or [0] * len(rates), estimators, now)
 
 
 FAST, SLOW = C / 10, 10 * C
@@ -125,7 +113,6 @@ def test_an_outdated_rate_is_measured_again_by_an_idle_tier() -> None:
     later = 100.0 + RATE_TTL_S + 1
     assert worth([0, 0], [SLOW], now=later) == 2
     assert worth([0, 0], [SLOW], ahead=[1], now=later) == 0
-    assert worth([0, 0], [SLOW], always_load=True) == 2
     assert worth([0, 0, 1, 1], [FAST, None]) == 4, "an unknown rate is measured"
 
 

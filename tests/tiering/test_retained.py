@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffload.abc import Hints, KVGroup, OffloadKey, ReqContext, Retained, RetainRefusal, Slots, TierError, TierResult
+from kvoffload.abc import Hints, KVGroup, OffloadKey, ReqContext, Retained, Slots, TierError, TierResult
 from kvoffload.abc.tier import HIT
 from kvoffload.cache.admission import ReuseFilter
 from kvoffload.cache.keys import make_offload_key
@@ -84,9 +84,7 @@ class Rig:
         self.manager = TieredOffloadingManager(
             host,
             self.disks,
-            TieringSettings(
-                [16.0] * len(groups), groups, load_only_if_faster=False, tiers=settings, tenants=self.tenants
-            ),
+            TieringSettings(groups, load_only_if_faster=False, tiers=settings, tenants=self.tenants),
             clock=self.clock,
             random=lambda: 0.0,
         )
@@ -244,17 +242,6 @@ def test_failed_writes_of_a_retained_chain_are_repeated() -> None:
     assert rig.on_disk(keys) == 8
 
 
-def test_a_disk_that_fails_on_and_on_loses_what_it_is_to_retain() -> None:
-    rig = Rig({"a": 50}, rates=[20.0])
-    rig.disks[0].num_fails = 10**6
-    keys = rig.keys("a", 1, 8)
-    rig.serve(keys, retain(2))
-    rig.wait(WRITE_WITHIN_S + 1)
-    assert rig.kept() == (0, 8)
-    assert not rig.manager._unwritten.slots
-    assert rig.serve(rig.keys("a", 2, 8), retain(3)) == Retained(RetainRefusal.NOT_WRITTEN)
-
-
 @pytest.mark.parametrize("error", [TierError.NO_SPACE, TierError.AWAY])
 def test_a_retained_chain_is_written_to_a_full_disk_at_a_growing_pace(error: TierError) -> None:
     rig = Rig({"a": 50})
@@ -276,25 +263,6 @@ def test_only_what_the_disk_retains_passes_its_reuse_filter() -> None:
         assert rig.on_disk(keys) == written
 
 
-def test_what_waits_already_does_not_count_again_when_it_is_renewed() -> None:
-    rig = Rig({"a": 50}, rates=[1.0])
-    most, keys = rig.manager._unwritten.most, rig.keys("a", 1, 17)
-    assert rig.serve(keys[:most], retain(2)) == Retained(None, "disk-0", most)
-    for session in (2, 3, None):
-        assert rig.serve(keys[:most], retain(session)) == Retained(None, "disk-0", most)
-    assert rig.serve(keys, retain(2)) == Retained(RetainRefusal.NOT_WRITTEN)
-
-
-def test_each_tenant_that_may_retain_has_an_equal_part_of_what_may_wait() -> None:
-    rig = Rig({"a": 50, "b": 50}, rates=[1.0])
-    part = rig.manager._unwritten.most // 2
-    assert rig.serve(rig.keys("a", 1, part + 1), retain(2)) == Retained(RetainRefusal.NOT_WRITTEN)
-    for name in "ab":
-        assert rig.serve(rig.keys(name, 2, part), retain(3)) == Retained(None, "disk-0", part)
-        assert rig.serve(rig.keys(name, 4, 1), retain(5)) == Retained(RetainRefusal.NOT_WRITTEN)
-    assert rig.serve(rig.keys("other", 6, 1), retain(7)) == Retained(RetainRefusal.NO_QUOTA)
-
-
 def test_what_is_handed_over_waits_within_the_same_bounds() -> None:
     rig = Rig({}, rates=[0.1])
     rig.manager.tiers[0].tier.is_shared = True
@@ -306,7 +274,6 @@ def test_what_is_handed_over_waits_within_the_same_bounds() -> None:
         assert rig.manager.hand_over(keys[:num_blocks]) == (places, min(num_blocks, pins.most))
         assert list(pins.slots) == keys[: min(num_blocks, pins.most)]
         rig.manager.check_integrity()
-    assert rig.serve(rig.keys("b", 2, 1), retain(3)) == Retained(RetainRefusal.NO_QUOTA)
 
 
 def test_however_often_a_waiting_chain_is_renewed_only_one_comes_first() -> None:
@@ -349,32 +316,6 @@ def test_a_promised_state_that_never_comes_is_lost() -> None:
     rig.wait(2)
     assert rig.on_disk([*kv, *states]) == 5
     assert rig.kept() == (5, 5)
-
-
-@pytest.mark.parametrize("is_retained", [True, False])
-def test_what_came_from_a_faster_disk_below_is_written_only_if_it_is_retained(
-    is_retained: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig = Rig({"a": 50}, {})
-    monkeypatch.setattr(rig.manager._origins, "_is_faster", lambda tier, other: other <= tier)
-    keys = rig.keys("a", 1, 8)
-    rig.disks[0].refuses = True
-    rig.serve(keys)
-    rig.wait(GIVE_UP_S + 1)
-    rig.manager.host.reset()
-    assert (rig.on_disk(keys, 0), rig.on_disk(keys, 1)) == (0, 8)
-    rig.disks[0].refuses = False
-    context = ReqContext("reader")
-    assert rig.manager.lookup(keys, context) is None
-    rig.wait(1)
-    assert rig.manager.lookup(keys, context) == 8
-    rig.manager.release_request(context)
-    rig.wait(1)
-    assert rig.on_disk(keys, 0) == 0
-    rig.serve(keys, retain(2) if is_retained else None)
-    rig.wait(1)
-    assert rig.on_disk(keys, 0) == 8 * is_retained
-    assert rig.kept() == (8 * is_retained, 0)
 
 
 def test_a_block_that_two_disks_wait_for_stays_until_both_have_it() -> None:

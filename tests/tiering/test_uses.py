@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-import numpy as np
 import pytest
 
-from kvoffload.abc import OffloadKey, ReqContext
+from kvoffload.abc import KVGroup, OffloadKey, ReqContext
 from kvoffload.cache.manager import LRUOffloadingManager
 from kvoffload.cache.slots import HostBackend
 from kvoffload.testing.tier_conformance import make_pools
-from kvoffload.tiering import requests
+from kvoffload.tiering import steps
 from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings
-from kvoffload.tiering.requests import RequestChains
-from tests.clock import Clock
 from tests.sim.memory_tier import MemoryTier
 
 KEYS = [bytes([i]) * 36 for i in range(6)]
@@ -22,14 +19,6 @@ KEYS = [bytes([i]) * 36 for i in range(6)]
 
 def context(name: str = "r") -> ReqContext:
     return ReqContext(name)
-
-
-def test_requests_that_never_end_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "MAX_REQUESTS", 2)
-    chains = RequestChains((), 1, Clock())
-    for name in "abc":
-        assert chains.hold_back(np.array([1]), context(name))
-    assert list(chains._held_back) == ["b", "c"]
 
 
 class WatchedTier(MemoryTier):
@@ -51,7 +40,7 @@ def tier() -> WatchedTier:
 @pytest.fixture
 def manager(tier: WatchedTier) -> TieredOffloadingManager:
     """Host memory holds the first four KEYS."""
-    manager = TieredOffloadingManager(LRUOffloadingManager(HostBackend(1, 16)), [tier], TieringSettings([1]))
+    manager = TieredOffloadingManager(LRUOffloadingManager(HostBackend(1, 16)), [tier], TieringSettings([KVGroup(1)]))
     manager.prepare_store(KEYS[:4])
     manager.complete_store(KEYS[:4])
     return manager
@@ -77,3 +66,12 @@ def test_other_chains_are_shown_whole_when_they_arrive(
     manager.touch(keys, request)
     manager.end_chain(keys, [], request)
     assert tier.shown == [("touch", keys), ("reorder", keys)]
+
+
+def test_requests_that_never_end_are_forgotten(
+    manager: TieredOffloadingManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "MAX_REQUESTS", 2)
+    for name in "abc":
+        manager.touch(KEYS[:1], context(name))
+    assert list(manager._steps._held_back) == ["b", "c"]

@@ -6,29 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvoffload.abc import (
-    IntegrityError,
-    KVGroup,
-    LookupState,
-    OffloadKey,
-    Slots,
-    TierError,
-    TierResult,
-)
+from kvoffload.abc import IntegrityError, OffloadKey, Slots
 from kvoffload.tiering.chains import MAX_REST_S
 from kvoffload.tiering.manager import WRITE_SHARE
-from kvoffload.tiering.writes import MAX_WRITES_PER_BLOCK, PATIENCE_S
-from tests.tiering.rig import (
-    A,
-    B,
-    Rig,
-    begin,
-    chain,
-    compute,
-    content,
-    in_tier,
-    on_disk,
-)
+from kvoffload.tiering.writes import PATIENCE_S
+from tests.tiering.rig import A, B, Rig, begin, chain, compute, in_tier, on_disk
 
 
 def evict(rig: Rig, victims: list[OffloadKey], stored: list[OffloadKey]) -> None:
@@ -42,45 +24,6 @@ def evict(rig: Rig, victims: list[OffloadKey], stored: list[OffloadKey]) -> None
     assert sorted(output.evicted_keys) == sorted(victims)
 
 
-def two_groups(n: int) -> tuple[list[OffloadKey], list[OffloadKey]]:
-    """The blocks of a chain in two groups."""
-    full = chain("x", n)
-    return full, [key[:-1] + bytes([1]) for key in full]
-
-
-def interleaved(full: list[OffloadKey], window: list[OffloadKey]) -> list[OffloadKey]:
-    return [key for pair in zip(full, window, strict=True) for key in pair]
-
-
-WINDOW = KVGroup(16, sliding_window=33)
-"""A request that resumes at the end of a block needs the last two."""
-
-
-def test_every_store_is_written_through_once() -> None:
-    rig = Rig()
-    keys = chain("x", 2)
-    rig.store(keys)
-    rig.settle()
-    rig.store(keys)
-    rig.settle()
-    assert (rig.tier.contains(keys) == LookupState.HIT).all()
-    assert rig.counts()["tier_write_blocks:memory"] == 2
-
-
-def test_a_block_is_not_evicted_while_it_is_written() -> None:
-    rig = Rig(host_blocks=8)
-    keys = chain("x", 1)
-    rig.store(keys)
-    rig.fill_host()
-    assert rig.host.lookup(keys) == 1
-    rig.settle()
-    rig.fill_host("other")
-    assert rig.host.lookup(keys) == 0
-    rig.manager.lookup(keys, A)
-    rig.settle()
-    assert rig.bytes_of(keys) == [bytes(content(keys[0]))]
-
-
 def test_a_write_does_not_change_the_eviction_order() -> None:
     rig = Rig(host_blocks=8)
     keys = chain("x", 8)
@@ -90,20 +33,6 @@ def test_a_write_does_not_change_the_eviction_order() -> None:
     output = rig.manager.prepare_store(chain("y", 3))
     assert output is not None
     assert output.evicted_keys == keys[:3]
-
-
-def test_writes_pin_at_most_their_share_of_the_host_and_the_others_follow_later() -> None:
-    rig = Rig(host_blocks=32)
-    share = int(32 * WRITE_SHARE)
-    keys = chain("x", 10)
-    rig.store(keys)
-    assert rig.host.num_available_blocks == 32 - share
-    rig.settle()
-    assert on_disk(rig, keys) == share
-    rig.settle()
-    rig.settle()
-    assert on_disk(rig, keys) == 10
-    assert not rig.counts().get("tier_dropped_writes:memory")
 
 
 def test_a_refused_write_is_tried_again() -> None:
@@ -186,20 +115,6 @@ def test_a_store_that_fails_after_its_request_leaves_the_blocks_before_it(by_key
     assert not rig.manager.has_pending_writes
 
 
-def test_a_started_chain_is_finished_first_and_then_the_latest_follows() -> None:
-    rig = Rig(host_blocks=64)
-    chains = [chain(name, 20) for name in "abc"]
-    for keys in chains:
-        rig.store(keys)
-    order = [[on_disk(rig, keys) for keys in chains]]
-    while sum(order[-1]) < 60:
-        rig.settle()
-        order.append([on_disk(rig, keys) for keys in chains])
-    firsts = [next(i for i, row in enumerate(order) if row[n]) for n in range(3)]
-    lasts = [next(i for i, row in enumerate(order) if row[n] == 20) for n in range(3)]
-    assert lasts[0] <= firsts[2] <= lasts[2] <= firsts[1]
-
-
 def test_the_end_of_a_host_hit_offers_its_chain_again() -> None:
     rig = Rig(host_blocks=64)
     keys = chain("x", 6)
@@ -242,28 +157,6 @@ def test_after_a_failed_write_the_chain_is_written_again_or_cut_off(times: int) 
     assert on_disk(rig, keys) == (6 if times == 1 else 2)
     assert rig.host.num_available_blocks == rig.host.num_blocks
     assert not rig.manager.has_pending_writes
-
-
-def test_the_head_of_a_chain_longer_than_the_tier_is_written() -> None:
-    rig = Rig(host_blocks=64, tier_blocks=6)
-    keys = chain("x", 20)
-    rig.store(keys)
-    for _ in range(4):
-        rig.settle()
-    assert on_disk(rig, keys) == 6
-
-
-def test_writing_a_chain_that_the_tier_keeps_evicting_ends() -> None:
-    rig = Rig(host_blocks=64, tier_blocks=4)
-    keys = chain("x", 20)
-    rig.tier.claimed_blocks = 20
-    rig.store(keys)
-    for _ in range(100):
-        rig.settle()
-        rig.clock.now += 0.01
-    assert not rig.manager.has_pending_writes
-    assert rig.counts()["tier_write_blocks:memory"] <= 2 * MAX_WRITES_PER_BLOCK * 20
-    on_disk(rig, keys)
 
 
 def test_the_tail_of_a_written_chain_is_evicted_first() -> None:
@@ -336,61 +229,6 @@ def test_the_check_finds_a_chain_that_is_written_behind_a_hole() -> None:
     started.done = 5
     with pytest.raises(IntegrityError, match="behind a hole"):
         writes.check_integrity()
-
-
-@pytest.mark.parametrize("dropped", [True, False])
-def test_a_chain_that_ends_without_its_last_window_keeps_its_reachable_blocks(
-    dropped: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig = Rig(host_blocks=256, tier_blocks=300, groups=[KVGroup(16), WINDOW])
-    full, window = two_groups(10)
-    begin(rig, interleaved(full, window), A)
-    # The first blocks of the window slid out before they could be stored.
-    compute(rig, full + window[4:8])
-    for _ in range(3):
-        rig.settle()
-    if dropped:
-        monkeypatch.setattr("kvoffload.tiering.chains.MAX_CHAINS", 1)
-        others = chain("y", 2)
-        rig.manager.touch(interleaved(others, [key[:-1] + bytes([1]) for key in others]), B)
-    else:
-        rig.manager.end_chain(interleaved(full, window), [], A)
-    for _ in range(3):
-        rig.settle()
-    assert in_tier(rig, full) == list(range(8))
-    assert in_tier(rig, window) == [4, 5, 6, 7]
-
-
-def test_a_window_that_cannot_be_written_leaves_nothing_behind_the_last_usable_position() -> None:
-    rig = Rig(host_blocks=256, tier_blocks=300, groups=[KVGroup(16), WINDOW])
-    full, window = two_groups(10)
-    rig.tier.fails_for, rig.tier.num_fails = window[9], 9
-    begin(rig, interleaved(full, window), A)
-    compute(rig, full + window)
-    for _ in range(8):
-        rig.clock.now += 0.05
-        rig.settle()
-    assert in_tier(rig, full) == in_tier(rig, window) == list(range(9))
-
-
-def test_nothing_stays_behind_the_first_of_several_blocks_that_cannot_be_written() -> None:
-    """No matter which of them the tier reports first."""
-    rig = Rig(host_blocks=128)
-    keys = chain("x", 8)
-    bad = {keys[3], keys[5]}
-    poll = rig.tier.poll
-
-    def fail() -> list[TierResult]:
-        results = [TierResult(r.key, r.is_read, TierError.IO if r.key in bad else r.error) for r in poll()]
-        rig.tier.delete([result.key for result in results if result.key in bad])
-        return results[::-1]
-
-    rig.tier.poll = fail  # type: ignore[method-assign]
-    rig.store(keys)
-    for _ in range(8):
-        rig.clock.now += 0.05
-        rig.settle()
-    assert in_tier(rig, keys) == [0, 1, 2]
 
 
 def test_a_dropped_chain_keeps_blocks_behind_one_that_another_chain_writes(monkeypatch: pytest.MonkeyPatch) -> None:

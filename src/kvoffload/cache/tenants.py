@@ -309,10 +309,6 @@ class Tenants:
         """Returns the name in metrics of the tenant whose keys begin with ``namespace``."""
         return self._labels.get(namespace, self._other)
 
-    def retaining(self, tiers: Sequence[str]) -> list[str]:
-        """Returns the names of the tenants that may have blocks retained in some of ``tiers``."""
-        return [name for name, tenant in self._configured.items() if any(tenant.retain.get(tier) for tier in tiers)]
-
     def shares(self, tier: str, num_blocks: int, block_bytes: int, engines: int = 1) -> Shares:
         """Returns the shares of ``tier``, which has ``num_blocks`` blocks on this one of ``engines`` engines, each of
         which has an equal part of every share. Raises ConfigError for shares that cannot be kept."""

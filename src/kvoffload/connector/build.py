@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvoffload.abc import Admission, ByteArray, ConfigError, KVGroup, OffloadingManager, Tier
+from kvoffload.abc import Admission, ByteArray, ConfigError, OffloadingManager, Tier
 from kvoffload.cache.admission import ReuseFilter, TenantAdmission, tracker_size
 from kvoffload.cache.keys import namespace
 from kvoffload.cache.manager import PolicyOffloadingManager
@@ -135,8 +135,7 @@ def _make_manager(
         host,
         [tier for tier, _ in tiers],
         TieringSettings(
-            tokens_per_block(groups),
-            groups=groups,
+            groups,
             lookup_deadline_ms=config.lookup_deadline_ms,
             load_deadline_ms=config.load_deadline_ms,
             load_only_if_faster=config.load_only_if_faster,
@@ -149,16 +148,6 @@ def _make_manager(
             tenants=tenants,
         ),
     )
-
-
-def tokens_per_block(groups: Sequence[KVGroup]) -> list[float]:
-    """Returns, per group, how many tokens need not be computed for each block that is loaded.
-
-    A token is saved only if the blocks of all groups are loaded. Groups with a window, chunks or a state need few
-    blocks, so the full-attention groups share the tokens.
-    """
-    num_full = sum(group.is_full for group in groups)
-    return [group.block_tokens / max(1, num_full) for group in groups]
 
 
 def _is_pool_array(pool: object) -> bool:
@@ -243,7 +232,6 @@ class _HostPools:
             engine=self.engine.engine,
             engines=self.engine.engines,
             groups=self.layout.groups,
-            num_tokens=self.layout.chains.tokens,
         )
 
     def device_tokens(self, device_blocks: int) -> int:

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from kvoffload.abc import OffloadingManager, OffloadKey
+from kvoffload.abc import OffloadKey
 from kvoffload.connector.adapters import AdapterDigests
 from kvoffload.connector.handover import Patience
 from kvoffload.connector.hits import is_any_loading, is_next_loading, last_loadable, last_state, longest, most_end
-from kvoffload.connector.layout import KeyLayout
+from kvoffload.connector.jobs import JobTable
 from kvoffload.connector.leaving import LeavingBlocks
 from kvoffload.connector.observer import RequestObserver
-from kvoffload.connector.request import Changes, Match, RequestState
+from kvoffload.connector.request import Match, RequestState
 from kvoffload.connector.resets import PausedContents
 
 MAX_WAITS_PER_REQUEST = 3
@@ -39,13 +39,11 @@ class Lookups:
     tier, for the digest of its adapter, for blocks that the engine has forgotten on the device, and, after a reset, for
     the comparison of the weights: each time at most ``deadline_s``."""
 
-    manager: OffloadingManager
-    layout: KeyLayout
+    jobs: JobTable
     keys_loading: Mapping[OffloadKey, int]
-    """See JobTable; empty if loads are not shared."""
+    """Those of ``jobs``; empty if loads are not shared."""
     paused: PausedContents
     adapters: AdapterDigests | None
-    changes: Changes
     deadline_s: float
     clock: Callable[[], float]
     leaving: LeavingBlocks | None
@@ -54,7 +52,7 @@ class Lookups:
     @property
     def contents(self) -> int:
         """Grows when an answer other than to wait may have become wrong."""
-        return self.changes.contents + self.manager.num_removed
+        return self.jobs.changes.contents + self.jobs.manager.num_removed
 
 
 def locate(lookups: Lookups, state: RequestState, computed: int) -> Match:
@@ -70,12 +68,12 @@ def locate(lookups: Lookups, state: RequestState, computed: int) -> Match:
 
 
 def _still_holds(lookups: Lookups, match: Match, computed: int) -> bool:
-    change = lookups.changes.loads if match.tokens is None else lookups.contents
+    change = lookups.jobs.changes.loads if match.tokens is None else lookups.contents
     return (match.change, match.computed) == (change, computed) and lookups.clock() < match.expires
 
 
 def _look_up(lookups: Lookups, state: RequestState, computed: int) -> Match:
-    adapters, adapter, layout = lookups.adapters, state.adapter, lookups.layout
+    adapters, adapter, layout = lookups.adapters, state.adapter, lookups.jobs.layout
     if adapters is not None and adapter is not None and (state.options.load or state.options.store):
         known = adapters.digests(adapter)
         if known is None and (wait := _wait(lookups, state, computed)):
@@ -111,7 +109,7 @@ def _look_up(lookups: Lookups, state: RequestState, computed: int) -> Match:
     if not is_worth:
         return Match(lookups.contents, computed, 0, None)
     may_wait = state.num_waits < MAX_WAITS_PER_REQUEST
-    hit = longest(lookups.manager, layout, state, computed, may_wait)
+    hit = longest(lookups.jobs.manager, layout, state, computed, may_wait)
     if not hit.is_known or (
         hit.end > computed and is_any_loading(lookups.keys_loading, layout, state, computed, hit.end)
     ):
@@ -120,7 +118,7 @@ def _look_up(lookups: Lookups, state: RequestState, computed: int) -> Match:
             return wait
     if not hit.is_known:
         # It may not wait any longer.
-        hit = longest(lookups.manager, layout, state, computed, may_wait=False)
+        hit = longest(lookups.jobs.manager, layout, state, computed, may_wait=False)
     leaving = lookups.leaving
     if leaving is not None and leaving.bring_back(state, hit.end) and (wait := _wait(lookups, state, computed)):
         return wait
@@ -134,12 +132,12 @@ def _touch(lookups: Lookups, state: RequestState) -> None:
     if state.touched:
         return
     state.touched = True
-    if not lookups.layout.states:
-        lookups.manager.touch(state.blocks.keys_in_order(), state.context)
+    if not lookups.jobs.layout.states:
+        lookups.jobs.manager.touch(state.blocks.keys_in_order(), state.context)
         return
-    last = last_state(lookups.manager, lookups.layout, state)
+    last = last_state(lookups.jobs.manager, lookups.jobs.layout, state)
     used = state.blocks.used_keys([last] if last else [])
-    lookups.manager.touch(used, state.context, state.blocks.keys_in_order())
+    lookups.jobs.manager.touch(used, state.context, state.blocks.keys_in_order())
 
 
 def _wait(lookups: Lookups, state: RequestState, computed: int) -> Match | None:
@@ -152,7 +150,7 @@ def _wait(lookups: Lookups, state: RequestState, computed: int) -> Match | None:
     if state.waiting_since is None:
         state.waiting_since = now
     deadline = state.waiting_since + lookups.deadline_s
-    return Match(lookups.changes.loads, computed, None, None, deadline) if now < deadline else None
+    return Match(lookups.jobs.changes.loads, computed, None, None, deadline) if now < deadline else None
 
 
 def end_handover(lookups: Lookups, observer: RequestObserver, state: RequestState, num_found: int) -> None:
@@ -165,7 +163,7 @@ def end_handover(lookups: Lookups, observer: RequestObserver, state: RequestStat
         result = "other_name"
         observer.warn(OTHER_NAME)
     else:
-        is_complete = min(handover.tokens, state.request.num_tokens - 1) - num_found < lookups.layout.device_align
+        is_complete = min(handover.tokens, state.request.num_tokens - 1) - num_found < lookups.jobs.layout.device_align
         result = "complete" if is_complete else "partial" if num_found else "none"
         # A part may be what this server has computed itself.
         lookups.patience.ended(handover.server, is_complete)

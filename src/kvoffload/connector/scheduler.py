@@ -114,9 +114,7 @@ class OffloadingConnectorScheduler:
         self.sound = BlockOrigins(has_adapters=adapters is not None)
         self.loads = LoadPlanner(jobs, self.sound, leaving, self._next)
         loading = jobs.keys_loading if engine.share_loads else {}
-        self.lookups = Lookups(
-            manager, layout, loading, self.paused, adapters, jobs.changes, deadline_s, clock, leaving
-        )
+        self.lookups = Lookups(jobs, loading, self.paused, adapters, deadline_s, clock, leaving)
         self.queued = QueuedRequests(manager, engine, tenants, adapters, self.sound)
         self.metrics.set("pool_blocks", manager.most_blocks())
         self.metrics.set("off", 0)

@@ -30,6 +30,7 @@ from kvoffload.abc import (
     ConfigError,
     Hints,
     IntegrityError,
+    KVGroup,
     Miss,
     MissReason,
     Offer,
@@ -442,7 +443,7 @@ class Run:
             shares = self.shares(DISK, disk_blocks)
             self.tier = CatalogTier(disk_blocks, 1, config.policy, self.clock, shares=shares)
             self.manager = TieredOffloadingManager(
-                self.host, [self.tier], TieringSettings([trace.block_tokens]), clock=self.clock
+                self.host, [self.tier], TieringSettings([KVGroup(trace.block_tokens)]), clock=self.clock
             )
             # As an engine stores step by step, writes in progress are bounded.
             self.store_step = max(1, int(self.capacity * WRITE_SHARE))
@@ -484,14 +485,14 @@ class Run:
     def prefetch_until(self, now: float) -> None:
         """Prefetches what is due before ``now``, as an engine that makes steps all the time."""
         manager = self.manager
-        while isinstance(manager, TieredOffloadingManager) and manager.prefetcher.next_due <= now:
-            self.now = max(self.now, manager.prefetcher.next_due)
-            before = manager.prefetcher.next_due
+        while isinstance(manager, TieredOffloadingManager) and manager.prefetcher.chains.next_due <= now:
+            self.now = max(self.now, manager.prefetcher.chains.next_due)
+            before = manager.prefetcher.chains.next_due
             manager.poll()
             assert self.tier is not None
             while self.tier.is_busy:
                 manager.poll()
-            if manager.prefetcher.next_due == before and not manager.prefetcher.reading:
+            if manager.prefetcher.chains.next_due == before and not manager.prefetcher.reading:
                 break
 
     def serve(self, request: int, chain: list[OffloadKey], prompt: list[OffloadKey]) -> None:

@@ -35,11 +35,9 @@ from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies.lru import LRUPolicy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.host.pool import HostPool, padded_slot_bytes
-from kvoffload.tiering.bridge_copies import MAX_CHAIN_KEYS, STORE_SHARE
 from kvoffload.tiering.bridge_jobs import BridgeJob, JobEnd, Jobs, Page, RequestChain
-from kvoffload.tiering.bridge_thread import FIRST_DELAY_S, MAX_DELAY_S, BridgeThread
+from kvoffload.tiering.bridge_thread import FIRST_DELAY_S, MAX_CHAIN_KEYS, MAX_DELAY_S, STORE_SHARE, BridgeThread
 from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings, TierSettings
-from kvoffload.tiering.plan import ChainLayout
 from kvoffload.tiers.config import TierConfig, TierContext, TierEntry
 from kvoffload.tiers.disk.format import is_fingerprint
 from kvoffload.tiers.opening import open_tiers
@@ -58,8 +56,6 @@ MAX_PAGES = 1 << 14
 """Pages of stores that wait at the same time. Stores beyond that are dropped."""
 STORE_DEADLINE_S = 10.0
 """A store that has had no room in the staging pool for so long is dropped."""
-LOCK_DEADLINE_S = 0.1
-"""How long ``is_idle`` waits for the lock of the manager."""
 MAX_FORMER = 8
 """Resets of which it is known that a block was stored before them."""
 
@@ -92,7 +88,7 @@ class TierBridge:
     If a check fails in the bridge itself, the bridge is off: all jobs end as failed and all lookups are misses.
 
     ``manager``: in front of the tiers, with a host of as many blocks as ``slots`` has rows. ``start`` begins to serve;
-    ``step`` does what the thread would do, for tests. ``close`` calls ``close_pool`` at the end.
+    ``close`` calls ``close_pool`` at the end.
     """
 
     def __init__(
@@ -116,14 +112,11 @@ class TierBridge:
         """The namespaces before resets, and when these came."""
         self._jobs = Jobs(slots[:, :block_bytes], settings.max_pages, clock)
         self._thread = BridgeThread(manager, self._jobs, block_bytes, namespace(fingerprint), clock, close_pool)
+        self.names = self._thread.names
+        """The names of the tiers in metrics and events, the fastest first. Empty if none could be opened."""
         self._numbers = itertools.count()
         self._resets = itertools.count(int.from_bytes(os.urandom(4), "big"))
         """Numbers of resets, each once in a process."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the tiers in metrics and events, the fastest first. Empty if none could be opened."""
-        return self._thread.names
 
     @property
     def fault(self) -> str | None:
@@ -133,16 +126,10 @@ class TierBridge:
     def start(self) -> None:
         self._thread.start()
 
-    def step(self) -> bool:
-        """Does what there is to do now. Returns whether any of it has brought jobs or transfers on."""
-        return self._thread.step()
-
     @property
     def is_idle(self) -> bool:
-        """Whether no job is open, ``finished`` has nothing to report and nothing is being written to a tier."""
-        if self._jobs.num_open or self._jobs.has_reports:
-            return False
-        return self._jobs.is_closed or self._thread.ask(lambda: not self._thread.is_busy, False, LOCK_DEADLINE_S)
+        """Whether no job is open and nothing is being written to a tier. False also while the thread has the lock."""
+        return self._jobs.is_closed or self._thread.ask(lambda: not self._thread.is_busy, False)
 
     # Jobs.
 
@@ -164,12 +151,7 @@ class TierBridge:
         return states
 
     def store(
-        self,
-        job: int,
-        keys: Sequence[OffloadKey],
-        pages: Sequence[Page],
-        chain: Sequence[OffloadKey],
-        request: str,
+        self, job: int, keys: Sequence[OffloadKey], pages: Sequence[Page], chain: Sequence[OffloadKey], request: str
     ) -> None:
         """Begins to store ``keys[i]`` from ``pages[i]``. The pages must not change until ``finished`` reports the job.
 
@@ -241,15 +223,11 @@ class TierBridge:
 
     # The end.
 
-    def drain(self) -> None:
-        """Returns when no page is touched any more, after the copy of one block at the latest. Jobs that were not
-        copied end as failed, and ``finished`` reports them."""
-        self._jobs.stop()
-
     def reset(self) -> None:
         """Forgets all blocks, because the weights may have changed: this process finds none that was stored before.
-        Drains first. Tiers of this process keep their blocks for the next one, but not those stored after a reset;
-        shared tiers are switched off."""
+        When it returns, after the copy of one block at the latest, no page is touched any more; jobs that were not
+        copied end as failed. Tiers of this process keep their blocks for the next one, but not those stored after a
+        reset; shared tiers are switched off."""
         self._former.append((self._thread.namespace, self._clock()))
         # No later process could find what is stored from here on.
         self._thread.namespace = TRANSIENT + (next(self._resets) % (1 << 32)).to_bytes(4, "big")
@@ -257,8 +235,8 @@ class TierBridge:
         self._jobs.wake.set()
 
     def close(self) -> None:
-        """Drains and closes everything within CLOSE_DEADLINE_S. Afterwards lookups are misses, jobs end as failed, and
-        no page is referred to. May be called twice."""
+        """Ends all jobs and closes everything within CLOSE_DEADLINE_S. Afterwards lookups are misses, jobs end as
+        failed, and no page is referred to. May be called twice."""
         self._thread.close()
 
     # What others show.
@@ -332,7 +310,6 @@ def build_bridge(
             engine=settings.engine,
             engines=settings.engines,
             groups=groups,
-            num_tokens=ChainLayout(groups).tokens,
         )
         below = open_tiers(entries, context, opened)
         host = PolicyOffloadingManager(
@@ -342,7 +319,6 @@ def build_bridge(
             must_store=True,
         )
         tiering = TieringSettings(
-            [float(group.block_tokens) for group in groups],
             groups,
             # The engine has decided to load when it asks.
             load_only_if_faster=False,

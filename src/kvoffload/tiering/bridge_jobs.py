@@ -116,21 +116,14 @@ class Jobs:
         self._max_pages = max_pages
         self._clock = clock
         self._changed = threading.Condition()
-        self._open: dict[BridgeJob, None] = {}
+        self.open: dict[BridgeJob, None] = {}
+        """Read only for others."""
         self._copying: BridgeJob | None = None
         self._num_pages = 0
         """Pages of open stores."""
         self._reports: deque[JobEnd] = deque()
         self._look_at = 0.0
         """When to look next for jobs that are long past their deadlines."""
-
-    @property
-    def num_open(self) -> int:
-        return len(self._open)
-
-    @property
-    def has_reports(self) -> bool:
-        return bool(self._reports)
 
     def submit(self, entry: BridgeJob | RequestChain) -> None:
         """Hands a job, or the chain of a request that has ended, to the thread. A job ends at once if there is nothing
@@ -140,7 +133,7 @@ class Jobs:
             if isinstance(entry, BridgeJob):
                 num_pages = 0 if entry.is_load else len(entry.keys)
                 self._num_pages += num_pages
-                self._open[entry] = None
+                self.open[entry] = None
                 has_room = self._num_pages <= self._max_pages or self._num_pages == num_pages
                 if not (is_taken and entry.keys and has_room):
                     self._end(entry)
@@ -184,7 +177,7 @@ class Jobs:
     def stop(self, jobs: Sequence[BridgeJob] | None = None) -> None:
         """Ends ``jobs``, by default all that are open. When it returns, none of their pages is touched any more."""
         with self._changed:
-            stopped = list(self._open) if jobs is None else jobs
+            stopped = list(self.open) if jobs is None else jobs
             self._stop(stopped)
             self._changed.wait_for(lambda: all(job.has_ended for job in stopped))
 
@@ -215,15 +208,15 @@ class Jobs:
         that should have done so hangs in a tier."""
         with self._changed:
             now = self._clock()
-            if self._open and now >= self._look_at:
+            if self.open and now >= self._look_at:
                 self._look_at = now + GRACE_S / 4
-                self._stop([job for job in self._open if now >= job.deadline + GRACE_S])
+                self._stop([job for job in self.open if now >= job.deadline + GRACE_S])
             reports = list(self._reports)
             self._reports.clear()
             return reports
 
     def _end(self, job: BridgeJob) -> None:
-        del self._open[job]
+        del self.open[job]
         job.state, job.pages = JobState.ENDED, ()
         self._num_pages -= 0 if job.is_load else len(job.keys)
         if job.number is not None:

@@ -1,7 +1,9 @@
-"""BridgeThread: the thread of a TierBridge. It owns the manager and makes all copies.
+"""The thread of a TierBridge, which owns the manager, and the copies that it makes.
 
 What the engine's workers are to the connector, this thread is to the bridge: it copies between foreign pages and
-staging slots. The manager is used under one lock that is never held while bytes are copied or a medium is waited for.
+staging slots. Stores go into staging slots and stay there until the tiers have handled them; loads come in batches that
+are promoted into the staging pool. The manager, and what is planned, are used under one lock that is never held while
+bytes are copied or a medium is waited for.
 """
 
 from __future__ import annotations
@@ -10,20 +12,42 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from itertools import compress, count
+from typing import NamedTuple, TypeVar
 
+import numpy as np
+
+from kvoffload.abc import LoadStoreSpec, OffloadKey, ReqContext
+from kvoffload.abc.tier import HIT, MISS
 from kvoffload.locks import FairLock
-from kvoffload.tiering.bridge_copies import Copy, Loads, Stores
-from kvoffload.tiering.bridge_jobs import BridgeJob, Jobs
+from kvoffload.tiering.bridge_jobs import BridgeJob, Jobs, RequestChain
+from kvoffload.tiering.health import BreakerState
 from kvoffload.tiering.manager import TieredOffloadingManager
+from kvoffload.tiering.plan import Bools
 
 logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 Otherwise = TypeVar("Otherwise")
 
+STORE_SHARE = 0.5
+"""At most this share of the staging pool holds blocks that are still to be written. The rest is for promotions."""
+BATCH_BYTES = 16 << 20
+"""The most bytes of one copy, unless one block has more."""
+MAX_BATCH = 256
+"""The most blocks of one copy."""
+STAGE_DEADLINE_S = 10.0
+"""After this time a staged block may be evicted although a tier has not taken it on."""
+MAX_REQUESTS = 4096
+MAX_CHAIN_KEYS = 1 << 20
+"""Requests whose chains are remembered, and keys of these chains. The oldest is forgotten: its blocks may count as used
+twice."""
+LOAD_SHARE = 0.25
+"""A batch of loads has at most this share of the blocks that may be promoted at a time."""
 CALL_WAIT_S = 0.005
 """How long calls of an engine's scheduler wait for the lock of the manager. After that a lookup is answered RETRY. The
 thread may hold it longer: for long chains, or while a tier hangs in a call."""
@@ -35,6 +59,291 @@ FLUSH_DEADLINE_S = 2.0
 """How long ``close`` lets tiers take on what is staged."""
 CLOSE_DEADLINE_S = 30.0
 """How long ``close`` waits for the thread. The tiers have deadlines of their own."""
+
+
+class Copy(NamedTuple):
+    """Blocks of ``job`` to be copied: ``indices[i]`` from or into ``slots[i]``. ``end`` takes in how many were copied,
+    from the first one on: all, or the job has ended."""
+
+    job: BridgeJob
+    indices: list[int]
+    slots: list[int]
+    end: Callable[[int], None]
+
+
+def _max_batch(share: float, block_bytes: int) -> int:
+    return max(1, min(int(share), BATCH_BYTES // block_bytes, MAX_BATCH))
+
+
+class Staged(NamedTuple):
+    """Blocks that are pinned in the staging pool until the tiers have handled them."""
+
+    keys: list[OffloadKey]
+    request: str
+    lease: LoadStoreSpec
+    deadline: float
+
+
+@dataclass(slots=True)
+class StoringRequest:
+    """What is known of a request."""
+
+    keys: list[OffloadKey] = field(default_factory=list)
+    """Its chain so far."""
+    num_used: int = 0
+    """Leading blocks of which a use was counted."""
+    stored: list[OffloadKey] = field(default_factory=list)
+    has_hole: bool = False
+    """Some of its blocks were dropped: what comes behind them cannot be found."""
+
+
+class Stores:
+    """Plans the copies of stores, in the order of their submission, and offers the chains of requests to the tiers."""
+
+    def __init__(
+        self, manager: TieredOffloadingManager, jobs: Jobs, block_bytes: int, clock: Callable[[], float]
+    ) -> None:
+        self.queue: deque[BridgeJob | RequestChain] = deque()
+        """Jobs, and the chains of requests that have ended."""
+        self._manager = manager
+        self._jobs = jobs
+        self._clock = clock
+        self._max_staged = max(1, int(manager.most_blocks() * STORE_SHARE))
+        """Blocks that may be staged at the same time."""
+        self._max_batch = _max_batch(self._max_staged // 4, block_bytes)
+        self._staged: list[Staged] = []
+        self._num_staged = 0
+        self._requests: OrderedDict[str, StoringRequest] = OrderedDict()
+        """The request that stored least recently first."""
+        self._num_keys = 0
+
+    # Copies.
+
+    def plan(self) -> Copy | None:
+        """Returns the next blocks to copy. None: there are none now, since the next job waits for room, or has ended,
+        or since a request has ended."""
+        if self._staged and not any(
+            tier.writes.writing or tier.writes.backlog.is_ready for tier in self._manager.tiers
+        ):
+            self._release()
+        if not self.queue:
+            return None
+        entry, copy = self.queue[0], None
+        if isinstance(entry, BridgeJob):
+            copy = self._plan_job(entry)
+        else:
+            self._end_request(entry)
+        if copy is None and (isinstance(entry, RequestChain) or entry.has_ended):
+            self.queue.popleft()
+        return copy
+
+    def _plan_job(self, job: BridgeJob) -> Copy | None:
+        """Returns the next blocks of ``job`` to copy. If there are none, it has ended, or it waits for room."""
+        assert job.chain is not None
+        name = job.chain.request
+        if not job.names:
+            job.name_keys()
+            request = self._extend(job.chain)
+            request.num_used = request.num_used if job.is_use else len(request.keys)
+            self._offer(name, request)
+        request = self._requests[name]
+        while job.begun < len(job.names):
+            indices = range(job.begun, min(len(job.names), job.begun + self._max_batch))
+            names = [job.names[i] for i in indices]
+            is_lacking = self._is_lacking(names)
+            is_late = job.has_ended or self._clock() >= job.deadline
+            if is_late or request.has_hole or not any(tier.takes_chains for tier in self._manager.tiers):
+                # What is left of the job is given up.
+                request.has_hole, left = True, range(job.begun, len(job.names))
+                job.begun = len(job.names)
+                self._manager.note_dropped(job.names[left.start :])
+                self._jobs.settle(job, left, False)
+            elif not is_lacking.any():
+                job.begun += len(names)
+                self._jobs.settle(job, indices, True)
+            else:
+                return self._begin(job, name, names, is_lacking)
+        return None
+
+    def _is_lacking(self, names: Sequence[OffloadKey]) -> Bools:
+        """Returns which of ``names`` some tier that can be written lacks."""
+        lacking = np.zeros(len(names), dtype=np.bool_)
+        for tier in self._manager.tiers:
+            if tier.takes_chains:
+                lacking |= tier.writes.lacks(names)
+        return lacking
+
+    def _begin(self, job: BridgeJob, request: str, names: list[OffloadKey], is_lacking: Bools) -> Copy | None:
+        """Returns as many of ``names``, the next blocks of ``job``, as there is room for. Of these, those that some
+        tier lacks and the staging pool has not are to be copied."""
+        room = self._max_staged - self._num_staged
+        if np.count_nonzero(is_lacking) > room:
+            room += self._release()
+        num_names = int(np.searchsorted(np.cumsum(is_lacking), room, side="right"))
+        lacking = list(compress(names[:num_names], is_lacking.tolist()))
+        output = self._manager.prepare_store(lacking) if num_names else None
+        if output is None:
+            return None
+        index_of = dict(zip(names[:num_names], count(job.begun)))
+        slots = output.store_spec.slots
+
+        def end(num_copied: int) -> None:
+            if num_copied < len(slots):
+                self._manager.complete_store(self._manager.host.lease(slots[num_copied:]), success=False)
+            self._manager.complete_store(self._manager.host.lease(slots[:num_copied]))
+            self._stage(request, lacking)
+            if not job.has_ended:
+                done = range(job.begun, job.begun + num_names)
+                job.begun += num_names
+                self._jobs.settle(job, done, True)
+
+        return Copy(job, [index_of[key] for key in output.keys_to_store], slots.tolist(), end)
+
+    # What is staged.
+
+    def _stage(self, request: str, lacking: Sequence[OffloadKey]) -> None:
+        """Pins those of ``lacking`` that are in the staging pool."""
+        host = self._manager.host
+        keys = list(compress(lacking, (host.table.states(lacking) == HIT).tolist()))
+        if keys:
+            self._requests[request].stored += keys
+            self._staged.append(Staged(keys, request, host.prepare_load(keys), self._clock() + STAGE_DEADLINE_S))
+            self._num_staged += len(keys)
+
+    def _release(self, everything: bool = False) -> int:
+        """Lets staged blocks be evicted that the tiers have handled: they hold them, are writing them, or will not
+        write them. Returns how many these are."""
+        before, now, staged = self._num_staged, self._clock(), self._staged
+        self._staged = []
+        for each in staged:
+            may_be_written = any(
+                tier.write_health.state is BreakerState.WORKING and tier.writes.may_write(each.keys, each.request)
+                for tier in self._manager.tiers
+            )
+            if not everything and now < each.deadline and may_be_written:
+                self._staged.append(each)
+            else:
+                self._num_staged -= len(each.keys)
+                self._manager.host.complete_load(each.lease)
+        return before - self._num_staged
+
+    def forget(self) -> None:
+        """Forgets all jobs, which have ended, and all requests, and unpins all staged blocks."""
+        self.queue.clear()
+        self._release(everything=True)
+        self._requests.clear()
+        self._num_keys = 0
+
+    # Requests.
+
+    def _extend(self, chain: RequestChain) -> StoringRequest:
+        """Returns the request of ``chain``, which is its chain now."""
+        request = self._requests.setdefault(chain.request, StoringRequest())
+        self._requests.move_to_end(chain.request)
+        known = len(request.keys)
+        if known > chain.length or (known and not request.keys[-1].endswith(chain.keys[known - 1])):
+            # Another request of the same name, or blocks were inserted.
+            self._num_keys -= known
+            request.keys.clear()
+            request.num_used = min(request.num_used, chain.length)
+            known = 0
+        request.keys += [chain.namespace + key for key in chain.keys[known : chain.length]]
+        self._num_keys += len(request.keys) - known
+        while len(self._requests) > 1 and (len(self._requests) > MAX_REQUESTS or self._num_keys > MAX_CHAIN_KEYS):
+            _, forgotten = self._requests.popitem(last=False)
+            self._num_keys -= len(forgotten.keys)
+        return request
+
+    def _offer(self, name: str, request: StoringRequest) -> None:
+        """Counts a use of the blocks by which the chain has grown, before they are stored, and offers the chain."""
+        grown = request.keys[request.num_used :]
+        request.num_used = len(request.keys)
+        self._manager.touch(grown, ReqContext(name, may_wait=False), request.keys)
+
+    def _end_request(self, chain: RequestChain) -> None:
+        request, name = self._extend(chain), chain.request
+        self._offer(name, request)
+        used = request.keys if request.stored else []
+        self._manager.end_chain(used, request.stored, ReqContext(name), request.keys)
+        del self._requests[name]
+        self._num_keys -= len(request.keys)
+
+
+@dataclass(slots=True, eq=False)
+class LoadBatch:
+    """Blocks of ``job`` that are promoted together. ``left``: the indices of those that have not arrived, by key."""
+
+    job: BridgeJob
+    request: str
+    left: dict[OffloadKey, list[int]]
+
+
+class Loads:
+    """Plans the copies of loads, which begin in the order of their submission."""
+
+    def __init__(
+        self, manager: TieredOffloadingManager, jobs: Jobs, block_bytes: int, clock: Callable[[], float]
+    ) -> None:
+        self._manager = manager
+        self._jobs = jobs
+        self._clock = clock
+        self._max_batch = _max_batch(manager.max_promoted * LOAD_SHARE, block_bytes)
+        self._queue: deque[BridgeJob] = deque()
+        """Jobs of which some blocks belong to no batch yet."""
+        self._batches: dict[LoadBatch, None] = {}
+        self._numbers = count()
+
+    def submit(self, job: BridgeJob) -> None:
+        job.name_keys()
+        if job.is_use:
+            self._manager.touch(job.names, None, [])
+        self._queue.append(job)
+
+    def begin(self) -> list[LoadBatch]:
+        """Begins the next batch, if there is room for it. Returns all that have begun."""
+        while self._queue and (self._queue[0].has_ended or self._queue[0].begun == len(self._queue[0].names)):
+            self._queue.popleft()
+        if self._queue:
+            job = self._queue[0]
+            stop = min(len(job.names), job.begun + self._max_batch)
+            num_under_way = sum(len(batch.left) for batch in self._batches)
+            if not num_under_way or num_under_way + stop - job.begun <= self._manager.max_promoted:
+                left: dict[OffloadKey, list[int]] = {}
+                for i in range(job.begun, stop):
+                    left.setdefault(job.names[i], []).append(i)
+                job.begun = stop
+                self._batches[LoadBatch(job, f"load-{next(self._numbers)}", left)] = None
+        return list(self._batches)
+
+    def look(self, batch: LoadBatch) -> Copy | None:
+        """Returns the blocks of ``batch`` that are in the staging pool now, None if there are none. What is neither
+        there nor on its way is given up. Ends the batch if it waits for nothing else."""
+        arrived = None if batch.job.has_ended else self._look(batch)
+        if batch.job.has_ended or not batch.left:
+            del self._batches[batch]
+            self._manager.release_request(ReqContext(batch.request))
+        return arrived
+
+    def _look(self, batch: LoadBatch) -> Copy | None:
+        may_wait = self._clock() < batch.job.deadline
+        context = ReqContext(batch.request, may_wait=may_wait)
+        keys = list(batch.left)
+        states = self._manager.lookup_each(keys, context)
+        for i in np.flatnonzero(states == MISS if may_wait else states != HIT).tolist():
+            # Nothing is promoted with it. The others are looked up again in the next step.
+            self._jobs.settle(batch.job, batch.left.pop(keys[i]), False)
+        ready = list(compress(keys, (states == HIT).tolist()))
+        if not ready:
+            return None
+        lease = self._manager.prepare_load(ready, context)
+        copies = [(i, slot) for key, slot in zip(ready, lease.slots.tolist(), strict=True) for i in batch.left.pop(key)]
+        indices, slots = [i for i, _ in copies], [slot for _, slot in copies]
+
+        def end(num_copied: int) -> None:
+            self._manager.complete_load(lease)
+            self._jobs.settle(batch.job, indices[:num_copied], True)
+
+        return Copy(batch.job, indices, slots, end)
 
 
 class BridgeThread:
@@ -92,16 +401,16 @@ class BridgeThread:
     @property
     def is_busy(self) -> bool:
         """Whether something is to be done, or is being written to a tier."""
-        if self._jobs.num_open or self._jobs.inbox or self._stores.queue:
+        if self._jobs.open or self._jobs.inbox or self._stores.queue:
             return True
         return self.manager.has_transfers or self.manager.has_pending_writes
 
-    def ask(self, call: Callable[[], Answer], otherwise: Otherwise, wait_s: float = CALL_WAIT_S) -> Answer | Otherwise:
+    def ask(self, call: Callable[[], Answer], otherwise: Otherwise) -> Answer | Otherwise:
         """Returns what ``call`` returns with the lock held; ``otherwise`` if the bridge is off or closed, or the thread
-        has kept the lock for ``wait_s``. If a check fails in ``call``, the bridge is off."""
+        has kept the lock for CALL_WAIT_S. If a check fails in ``call``, the bridge is off."""
         if self._jobs.is_closed:
             return otherwise
-        with self.lock(wait_s if self.stuck_since is None else 0) as is_held:
+        with self.lock(CALL_WAIT_S if self.stuck_since is None else 0) as is_held:
             if not is_held:
                 self.stuck_since = self._clock() if self.stuck_since is None else self.stuck_since
                 return otherwise
@@ -173,7 +482,7 @@ class BridgeThread:
         if self._served != self.namespace:
             self._served = self.namespace
             self._stores.forget()
-            self.manager.forget()
+            self.manager.reset(keep_own=True)
 
     def _take_in(self) -> None:
         while self._jobs.inbox:

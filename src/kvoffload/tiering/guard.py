@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import reprlib
-from collections.abc import Callable, Collection, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import repeat
-from numbers import Real
-from operator import index
+from itertools import groupby, repeat
+from numbers import Integral, Real
 from types import NoneType
 from typing import Any, TypeVar
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from kvoffload.abc import (
     IntegrityError,
+    OffloadingEvent,
     OffloadKey,
     RetainRefusal,
     Slots,
@@ -26,9 +27,8 @@ from kvoffload.abc import (
     TierResult,
     TierStats,
 )
-from kvoffload.abc.tier import MAX_PLACE_CHARS, MISS, PENDING, RETRY
-from kvoffload.cache.tenants import MAX_TENANTS
-from kvoffload.tiering.events import TierEvents
+from kvoffload.abc.tier import MISS, PENDING, RETRY
+from kvoffload.cache.history import MAX_PENDING_EVENTS
 
 logger = logging.getLogger(__name__)
 
@@ -37,18 +37,64 @@ MAX_AMOUNT = 1 << 62
 ALWAYS_ASKED = ("reset", "close")
 """The methods that are called although the tier has a fault. So is ``poll``."""
 
-_CANNOT_RETAIN: RetainRefusal | None = RetainRefusal.NO_QUOTA
-
+STORAGE_MEDIUM = "STORAGE"
+"""The medium of every lower tier, as vLLM names it. Events distinguish tiers by their names."""
 Answer = TypeVar("Answer")
+
+
+class TierEvents:
+    """The events of ``tier``, in order, at most MAX_PENDING_EVENTS blocks of them: beyond it the oldest are lost.
+
+    A block is announced when its write has ended well, also if a shared medium held it already, and when it was read,
+    so that a router learns of blocks that the tier held before this process started. What has left is announced before
+    what has ended, because a block that ends now was given to the tier before, and may have left before that.
+    """
+
+    def __init__(self, tier: Tier) -> None:
+        self._tier = tier
+        self._pending: deque[tuple[OffloadKey, bool]] = deque(maxlen=MAX_PENDING_EVENTS)
+        """Blocks, and whether they have left."""
+        self._deleted: list[OffloadKey] = []
+        tier.take_evicted()
+
+    def deleted(self, keys: Sequence[OffloadKey]) -> None:
+        """Notes that the tier was given ``keys`` to delete."""
+        self._deleted += keys
+        if len(self._deleted) > MAX_PENDING_EVENTS:
+            self._flush([])
+
+    def ended(self, results: Iterable[TierResult]) -> None:
+        """Takes in what ``poll`` of the tier has reported."""
+        ok = []
+        for result in results:
+            if result.ok:
+                ok.append(result.key)
+            elif result.is_read and result.error in (TierError.CORRUPT, TierError.GONE):
+                self._deleted.append(result.key)
+        self._flush(ok)
+
+    def _flush(self, stored: list[OffloadKey]) -> None:
+        left, self._deleted = [*self._deleted, *self._tier.take_evicted()], []
+        if left:
+            self._pending.extend((key, True) for key in dict.fromkeys(left[-MAX_PENDING_EVENTS:]))
+        if stored:
+            self._pending.extend((key, False) for key in stored)
+
+    def take(self) -> Iterator[OffloadingEvent]:
+        """Yields the events since the last call."""
+        pending = [self._pending.popleft() for _ in range(len(self._pending))]
+        for removed, blocks in groupby(pending, key=lambda each: each[1]):
+            keys = [key for key, _ in blocks]
+            yield OffloadingEvent(keys, STORAGE_MEDIUM, removed, tier=self._tier.name, is_shared=self._tier.is_shared)
 
 
 class GuardedTier(Tier):
     """Passes calls on to ``tier`` and checks the answers.
 
-    If a call raises, or an answer breaks the contract, ``fault`` says so. From then on the tier answers that it holds
-    nothing and takes nothing on; only ``poll``, ``reset`` and ``close`` still reach it. A read or a write that raises,
-    or whose answer is wrong, counts as taken on, because threads of the tier may use the host slots: these stay taken
-    until ``poll`` reports them. An IntegrityError is raised on: it is a check of kvoffload's own.
+    If a call raises, or an answer is of no use, ``fault`` says so. From then on the tier answers that it holds nothing
+    and takes nothing on; only ``poll``, ``reset`` and ``close`` still reach it. A read or a write that raises, or whose
+    answer is wrong, counts as taken on, because threads of the tier may use the host slots: these stay taken until
+    ``poll`` reports them. An IntegrityError is raised on: it is a check of kvoffload's own.
 
     ``events``, with ``enable_events``, are the tier's events, else None. ``num_failed_lookups`` is that of the latest
     ``poll``.
@@ -58,10 +104,9 @@ class GuardedTier(Tier):
         self._tier = tier
         self.fault: str | None = None
         """Why the tier cannot be used any more; None if it can."""
-        self.name = type(tier).__name__
-        self.name = self._ask("name", self.name, _check_name)
-        self.is_shared = self._ask("is_shared", False, _check_flag)
-        self.block_bytes = self._ask("block_bytes", 1, _check_count)
+        self.name = tier.name
+        self.is_shared = tier.is_shared
+        self.block_bytes = tier.block_bytes
         self._stats = TierStats(is_connected=False)
         """The latest that it has answered."""
         self._under_way: set[tuple[OffloadKey, bool]] = set()
@@ -69,14 +114,15 @@ class GuardedTier(Tier):
         self.events = TierEvents(self) if enable_events else None
 
     def stats(self) -> TierStats:
-        self._stats = self._ask("stats", self._stats, partial(_check_stats, self._stats))
+        self._stats = self._ask("stats", self._stats, partial(_check_type, TierStats))
         return self._stats
 
     def tenant_uses(self) -> Sequence[TenantUse]:
-        return self._ask("tenant_uses", (), _check_uses)
+        return self._ask("tenant_uses", (), partial(_check_type, Sequence))
 
     def most_blocks(self, key: OffloadKey) -> int | None:
-        return self._ask("most_blocks", None, _check_count_or_none, key)
+        most: int | None = self._ask("most_blocks", None, partial(_check_type, Integral | None), key)
+        return most
 
     def contains(self, keys: Sequence[OffloadKey], ahead: Sequence[OffloadKey] = ()) -> States:
         missing = np.zeros(len(keys), dtype=np.uint8)
@@ -99,10 +145,12 @@ class GuardedTier(Tier):
         self._ask("touch", None, None, keys, stored)
 
     def retain(self, keys: Sequence[OffloadKey], session: int | None, seconds: float) -> RetainRefusal | None:
-        return self._ask("retain", _CANNOT_RETAIN, _check_refusal, keys, session, seconds)
+        return self._ask(
+            "retain", RetainRefusal.NO_QUOTA, partial(_check_type, RetainRefusal | None), keys, session, seconds
+        )
 
     def hand_over(self, keys: Sequence[OffloadKey]) -> str:
-        return self._ask("hand_over", "", _check_place, keys)
+        return self._ask("hand_over", "", partial(_check_type, str), keys)
 
     def look_for(self, keys: Sequence[OffloadKey], place: str, pause_s: float) -> None:
         self._ask("look_for", None, None, keys, place, pause_s)
@@ -123,7 +171,7 @@ class GuardedTier(Tier):
         try:
             answer, num_failed = self._tier.poll(), self._tier.num_failed_lookups
             if num_failed != self.num_failed_lookups:
-                self.num_failed_lookups = _check_count(num_failed)
+                self.num_failed_lookups = _check_type(Integral, num_failed)
             if answer != [] and (listed := _listed(answer)):
                 results = self._end(listed)
         except IntegrityError:
@@ -156,14 +204,12 @@ class GuardedTier(Tier):
         self._tier.check_integrity()
 
     def _ask(self, name: str, otherwise: Answer, check: Callable[[Any], Answer] | None, *args: Any) -> Answer:
-        """Returns what ``check`` returns for the answer of the tier's attribute or method ``name``; ``otherwise`` if
-        there is nothing to check, if the tier has a fault, or if it raises or ``check`` does."""
+        """Returns what ``check`` returns for the answer of the tier's method ``name``; ``otherwise`` if there is
+        nothing to check, if the tier has a fault, or if it raises or ``check`` does."""
         if self.fault is not None and name not in ALWAYS_ASKED:
             return otherwise
         try:
-            answer = getattr(self._tier, name)
-            if callable(answer):
-                answer = answer(*args)
+            answer = getattr(self._tier, name)(*args)
             return otherwise if check is None else check(answer)
         except IntegrityError:
             raise
@@ -180,43 +226,16 @@ class GuardedTier(Tier):
 # Checks of answers. Each returns the answer, and raises TypeError or ValueError if it breaks the contract.
 
 
-def _check_name(answer: Any) -> str:
-    if not isinstance(answer, str):
-        raise TypeError(f"name must be a string, not {reprlib.repr(answer)}")
+def _check_type(kind: Any, answer: Any) -> Any:
+    if not isinstance(answer, kind):
+        raise TypeError(f"must be {kind}, not {reprlib.repr(answer)}")
     return answer
-
-
-def _check_place(answer: Any) -> str:
-    if len(_check_name(answer)) > MAX_PLACE_CHARS:
-        raise ValueError(f"must have at most {MAX_PLACE_CHARS} characters, not {reprlib.repr(answer)}")
-    return str(answer)
-
-
-def _check_flag(answer: Any) -> bool:
-    if not isinstance(answer, bool | np.bool_):
-        raise TypeError(f"must be True or False, not {reprlib.repr(answer)}")
-    return bool(answer)
-
-
-def _check_count(answer: Any) -> int:
-    count = index(answer)
-    if not 0 <= count <= MAX_AMOUNT:
-        raise ValueError(f"must be from 0 to {MAX_AMOUNT}, not {reprlib.repr(count)}")
-    return count
-
-
-def _check_count_or_none(answer: Any) -> int | None:
-    return None if answer is None else _check_count(answer)
 
 
 def _listed(answer: Any) -> list[Any]:
     if not isinstance(answer, Collection):
         raise TypeError(f"must be a list, not {reprlib.repr(answer)}")
     return list(answer)
-
-
-def _check_refusal(answer: Any) -> RetainRefusal | None:
-    return None if answer is None else RetainRefusal(answer)
 
 
 def _check_keys(answer: Any) -> list[OffloadKey]:
@@ -261,26 +280,3 @@ def _check_results(results: list[TierResult]) -> set[tuple[OffloadKey, bool]]:
     ):
         raise ValueError(f"must be TierResults, one per transfer, not {reprlib.repr(results)}")
     return transfers
-
-
-def _check_stats(known: TierStats, answer: Any) -> TierStats:
-    """``known``: an answer that was right."""
-    if not isinstance(answer, TierStats):
-        raise TypeError(f"must be a TierStats, not {reprlib.repr(answer)}")
-    if answer == known:
-        return known
-    return TierStats(
-        _check_count_or_none(answer.capacity_bytes),
-        _check_count_or_none(answer.num_blocks),
-        _check_count_or_none(answer.used_bytes),
-        _check_count(answer.num_evicted),
-        _check_flag(answer.is_connected),
-    )
-
-
-def _check_uses(answer: Any) -> list[TenantUse]:
-    uses = _listed(answer)
-    # The configured ones, and all others together.
-    if len(uses) > MAX_TENANTS + 1:
-        raise ValueError(f"has {len(uses)} tenants, at most {MAX_TENANTS + 1} can exist")
-    return [TenantUse(_check_name(name), *map(_check_count, counts)) for name, *counts in uses]

@@ -11,19 +11,25 @@ import enum
 import logging
 import math
 import random
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
-from kvoffload.abc import Ability, OffloadKey, TierError
-from kvoffload.tiering.events import Count, TierGauges
+from kvoffload.abc import Ability, Admission, KVGroup, OffloadKey, Tier, TierError, TierStats
+from kvoffload.cache.bills import TenantCounts
+from kvoffload.cache.manager import READ_STATE_EVERY_S, PolicyOffloadingManager
+from kvoffload.cache.tenants import Tenants
+from kvoffload.tiering.chains import BACKLOG_SHARE
 from kvoffload.tiering.guard import GuardedTier
 from kvoffload.tiering.rates import Ended, ReadEstimator
+from kvoffload.tiering.unwritten import PromisedBlocks
 from kvoffload.tiering.waits import ReadBatch, Wait
 from kvoffload.tiering.writes import WriteThrough
 
 logger = logging.getLogger(__name__)
 
+WRITE_SHARE = 0.125
+"""At most this share of the host's blocks is pinned for writes to lower tiers. Above it, blocks are written later."""
 MAX_FAILURES = 16
 """If an ability of a tier fails this often within FAILURE_PERIOD_S, it is paused."""
 FAILURE_PERIOD_S = 60.0
@@ -54,6 +60,19 @@ FAILURES = {
 WRITE_DEADLINE_S = 10.0
 """The writes of a tier hang if none has ended for this long, or for the load deadline if that is longer."""
 
+FULL = (
+    "kvoffload: THE %s TIER IS FULL: %s; reads go on, and blocks are stored there again when it has room. Give it more "
+    "room, or let it evict what is not used"
+)
+PAUSED = {
+    Ability.READ: "kvoffload: READS OF THE %s TIER ARE PAUSED: %s; requests compute what it holds, writes go on",
+    Ability.WRITE: "kvoffload: WRITES TO THE %s TIER ARE PAUSED: %s; new blocks are not stored there, reads go on",
+}
+TESTED = (
+    "after %.0f s, then after longer pauses, they are tested, and go on when a test succeeds. See the warnings of the "
+    "tier above, and check that it can be reached and has no fault"
+)
+
 
 class BreakerState(enum.Enum):
     WORKING = enum.auto()
@@ -61,9 +80,7 @@ class BreakerState(enum.Enum):
     OPEN = enum.auto()
     """It has failed too often, or its transfers hang: it is not used for a while."""
     HALF_OPEN = enum.auto()
-    """The pause is over: one block is to be read or written as a test."""
-    TESTING = enum.auto()
-    """One block is being read or written as a test."""
+    """The pause is over: one block is read or written as a test."""
     OFF = enum.auto()
     """It was switched off, and is not used again."""
 
@@ -86,26 +103,9 @@ class PauseLog:
             return
         self._is_logged = True
         if is_full:
-            logger.warning(
-                "kvoffload: THE %s TIER IS FULL: %s; reads go on, and blocks are stored there again when it has room. "
-                "Give it more room, or let it evict what is not used",
-                self._name.upper(),
-                reason,
-            )
-            return
-        what, effect, check = {
-            Ability.READ: ("READS OF", "requests compute what it holds; writes go on", "can be reached"),
-            Ability.WRITE: (
-                "WRITES TO",
-                "new blocks are not stored there; reads go on",
-                "may be written, and has no fault",
-            ),
-        }[self._ability]
-        logger.warning(
-            "kvoffload: %s THE %s TIER ARE PAUSED: %s; %s. They are tested after %.0f s, then after longer pauses, "
-            "and go on when a test succeeds. See the warnings of the tier above, and check that it %s",
-            *(what, self._name.upper(), reason, effect, pause_s, check),
-        )
+            logger.warning(FULL, self._name.upper(), reason)
+        else:
+            logger.warning(f"{PAUSED[self._ability]}; {TESTED}", self._name.upper(), reason, pause_s)
 
     def works_again(self) -> None:
         if self._is_logged:
@@ -143,14 +143,14 @@ class CircuitBreaker:
         self._hangs = False
         """Whether it was paused because its transfers hang."""
         self._test: OffloadKey | None = None
-        """The block whose transfer is a test."""
+        """HALF_OPEN: the block whose transfer is the test, None before that."""
         self._progress_at = -math.inf
         """When a transfer last ended, or when the first of those under way began."""
 
     @property
     def may_test(self) -> bool:
         """Whether one block may be transferred as a test."""
-        return self.state is BreakerState.HALF_OPEN and self.num_hangs < MAX_HANGS
+        return self.state is BreakerState.HALF_OPEN and self._test is None and self.num_hangs < MAX_HANGS
 
     @property
     def has_fault(self) -> bool:
@@ -165,7 +165,7 @@ class CircuitBreaker:
     # Transfers.
 
     def begin_test(self, key: OffloadKey) -> None:
-        self.state, self._test = BreakerState.TESTING, key
+        self._test = key
 
     def begun(self, now: float, num_before: int) -> None:
         """Transfers have begun. ``num_before`` others were under way, without those that hang."""
@@ -194,9 +194,8 @@ class CircuitBreaker:
         self.overdue = set(under_way)
         self.num_hangs += 1
         if self.state not in (BreakerState.OPEN, BreakerState.OFF):
-            self._open(now)
+            self._open(now, f"it has ended none of them for {stalled_s:.1f} s")
             self._hangs = True
-            self._note_pause(f"it has ended none of them for {stalled_s:.1f} s")
         return True
 
     # Failures.
@@ -217,18 +216,14 @@ class CircuitBreaker:
 
     def _end_test(self, error: TierError | None, is_failure: bool, now: float) -> None:
         self._test = None
+        # If the block was bad, or the part of the medium that has it is away, another one decides.
         if error not in (TierError.CORRUPT, TierError.AWAY):
-            self._decide(not is_failure, now)
-            if is_failure:
-                self._note_pause(f"a test failed ({error})", is_full=error is TierError.NO_SPACE)
-        elif self.state is BreakerState.TESTING:
-            # The block was bad, or the part of the medium that has it is away: another one decides.
-            self.state = BreakerState.HALF_OPEN
+            self._decide(not is_failure, now, f"a test failed ({error})", error is TierError.NO_SPACE)
 
     def lookups_failed(self, num_lookups: int, now: float) -> None:
         """Takes in that lookups have failed, or were not answered in time."""
         if num_lookups > 0:
-            self._decide(False, now)
+            self._decide(False, now, "a lookup failed")
             self._add_failures({"lookups": num_lookups}, now)
 
     def _add_failures(self, failures: Mapping[str, int], now: float) -> None:
@@ -237,39 +232,34 @@ class CircuitBreaker:
             return
         self._failures.extend([now] * min(sum(failures.values()), MAX_FAILURES))
         if len(self._failures) == MAX_FAILURES and now - self._failures[0] <= FAILURE_PERIOD_S:
-            self._open(now)
             latest = ", ".join(f"{count} {kind}" for kind, count in failures.items())
-            self._note_pause(
-                f"{MAX_FAILURES} failures within {FAILURE_PERIOD_S:.0f} s (the latest: {latest})",
-                is_full=failures.keys() == {str(TierError.NO_SPACE)},
-            )
+            reason = f"{MAX_FAILURES} failures within {FAILURE_PERIOD_S:.0f} s (the latest: {latest})"
+            self._open(now, reason, failures.keys() == {str(TierError.NO_SPACE)})
 
-    def _decide(self, works: bool, now: float) -> None:
+    def _decide(self, works: bool, now: float, reason: str, is_full: bool = False) -> None:
         """Ends the test, if the ability is being tested or to be tested: ``works`` says whether it is used again."""
-        if self.state not in (BreakerState.HALF_OPEN, BreakerState.TESTING):
-            return
-        if works:
+        if self.state is BreakerState.HALF_OPEN and works:
             self._close(now)
-        else:
-            self._open(now)
+        elif self.state is BreakerState.HALF_OPEN:
+            self._open(now, reason, is_full)
 
-    def _open(self, now: float) -> None:
+    def _open(self, now: float, reason: str, is_full: bool = False) -> None:
+        """Pauses the ability for ``reason``; ``is_full``: because the medium has no room."""
         is_again = self.state is not BreakerState.WORKING or now < self._until
         self.pause_s = min(MAX_PAUSES_S[self._ability], 2 * self.pause_s) if is_again else PAUSE_S
         self._until = now + self.pause_s * (1 + JITTER * self._random())
-        self.state = BreakerState.OPEN
+        # Otherwise no request waits for it.
+        self.was_paused |= self.state is BreakerState.WORKING
+        self.state, self._test = BreakerState.OPEN, None
         self._hangs = False
         self._failures.clear()
+        self._log.paused(reason, is_full, self.pause_s)
 
     def _close(self, now: float) -> None:
-        self.state = BreakerState.WORKING
+        self.state, self._test = BreakerState.WORKING, None
         self._hangs = False
         self._until = now + min(FAILURE_PERIOD_S, TRUST_FACTOR * self.pause_s)
         self._log.works_again()
-
-    def _note_pause(self, reason: str, is_full: bool = False) -> None:
-        self.was_paused = True
-        self._log.paused(reason, is_full, self.pause_s)
 
 
 class OpenQuestions:
@@ -310,49 +300,101 @@ class OpenQuestions:
         return is_late, len(failed)
 
 
-class Deadlines(NamedTuple):
-    """How long requests wait for a tier."""
+class TierGauges:
+    """The sizes of ``tier`` and of its tenants, by names of METRICS."""
 
-    load_s: float
-    """For its reads."""
-    lookup_s: float
-    """Until it says whether it holds a block."""
+    def __init__(self, tier: Tier) -> None:
+        self._tier = tier
+        self._num_evicted = 0
+        """Blocks that it had evicted when that was last counted."""
+        self._tenants = TenantCounts(tier.name)
+        self._tenants_at = float("-inf")
+        """When the counts of its tenants are read again."""
+
+    def take(self, stats: TierStats, count: Callable[[str, float], None], now: float) -> dict[str, float]:
+        """``stats``: those of the tier. Its evictions since the last call are added to ``count``."""
+        count("evicted_blocks", stats.num_evicted - self._num_evicted)
+        self._num_evicted = stats.num_evicted
+        sizes = {"blocks": stats.num_blocks, "used_bytes": stats.used_bytes, "capacity_bytes": stats.capacity_bytes}
+        gauges = {f"tier_{name}:{self._tier.name}": float(size) for name, size in sizes.items() if size is not None}
+        if now >= self._tenants_at:
+            self._tenants_at = now + READ_STATE_EVERY_S
+            gauges |= self._tenants.take(self._tier.tenant_uses(), self._tier.block_bytes, now)
+        return gauges
+
+
+@dataclass(frozen=True, slots=True)
+class TierSettings:
+    """How one lower tier is used, where that differs from TieringSettings."""
+
+    lookup_deadline_ms: float | None = None
+    admission: Admission | None = None
+    """What decides which blocks are worth writing to it. None: all are."""
+
+
+@dataclass(frozen=True, slots=True)
+class TieringSettings:
+    """How host memory and lower tiers work together."""
+
+    groups: Sequence[KVGroup]
+    """The KV cache groups that keys name."""
+    load_only_if_faster: bool = True
+    """A run of blocks that would take longer to read than to compute is not loaded."""
+    load_deadline_ms: float = 1000.0
+    """How long a request waits for a promotion."""
+    lookup_deadline_ms: float = 100.0
+    """A block counts as missing if a tier does not say within this time whether it holds it."""
+    tiers: Sequence[TierSettings] = ()
+    """What differs per tier, by default nothing."""
+    tenants: Tenants | None = None
+    """For whom the bytes that are moved are counted, by default for nobody."""
+    write_share: float = WRITE_SHARE
+    backlog_share: float = BACKLOG_SHARE
 
 
 class TierState:
     """A tier with its reads under way, the health of its abilities, its read rate and its write-through.
 
     Read its attributes freely; change them through its methods. ``index``: its place among the tiers of the manager,
-    the fastest first. ``count`` adds to a counter ``tier_NAME`` of METRICS, by NAME.
+    the fastest first. ``counts`` has the counters of METRICS, by name.
     """
 
     def __init__(
         self,
         index: int,
         tier: GuardedTier,
-        writes: WriteThrough,
-        estimator: ReadEstimator,
-        deadlines: Deadlines,
-        count: Count,
+        host: PolicyOffloadingManager,
+        settings: TieringSettings,
+        promised: PromisedBlocks,
+        counts: defaultdict[str, float],
+        clock: Callable[[], float],
         random: Callable[[], float],
     ) -> None:
+        own = settings.tiers[index] if settings.tiers else TierSettings()
+        lookup_ms = settings.lookup_deadline_ms if own.lookup_deadline_ms is None else own.lookup_deadline_ms
+        load_deadline_s = settings.load_deadline_ms / 1000
         self.index = index
         self.tier = tier
         self.name = tier.name
-        self.writes = writes
-        self.count = count
-        self.read_health = CircuitBreaker(self.name, Ability.READ, deadlines.load_s, random)
-        write_s = max(deadlines.load_s, WRITE_DEADLINE_S)
+        self._counts = counts
+        self.writes = WriteThrough(
+            host, tier, settings.groups, settings.backlog_share, own.admission, promised, self.count, clock
+        )
+        self.read_health = CircuitBreaker(self.name, Ability.READ, load_deadline_s, random)
+        write_s = max(load_deadline_s, WRITE_DEADLINE_S)
         self.write_health = CircuitBreaker(self.name, Ability.WRITE, write_s, random)
-        self.estimator = estimator
-        self.questions = OpenQuestions(deadlines.lookup_s)
+        self.estimator = ReadEstimator(tier.block_bytes)
+        self.questions = OpenQuestions(lookup_ms / 1000)
         self.reads: dict[OffloadKey, ReadBatch] = {}
         """Blocks under way from the tier to the host."""
         self.probe: OffloadKey | None = None
         """A block to be read as a test while reads are half open."""
-        self._probe_since = 0.0
         self._num_failed_lookups = 0
         self._gauges = TierGauges(tier)
+
+    def count(self, name: str, amount: float) -> None:
+        """Adds to a counter ``tier_NAME`` of METRICS."""
+        self._counts[f"tier_{name}:{self.name}"] += amount
 
     @property
     def is_off(self) -> bool:
@@ -368,11 +410,6 @@ class TierState:
         return self.read_health.state is BreakerState.WORKING
 
     @property
-    def can_write(self) -> bool:
-        """Whether the tier is given blocks to write, and not only a test."""
-        return self.write_health.state is BreakerState.WORKING
-
-    @property
     def takes_chains(self) -> bool:
         """Whether the tier is given chains to write, now or soon."""
         return self.write_health.state not in (BreakerState.OPEN, BreakerState.OFF)
@@ -381,11 +418,6 @@ class TierState:
     def num_reading(self) -> int:
         """Blocks under way, without those that are overdue."""
         return len(self.reads) - len(self.read_health.overdue)
-
-    @property
-    def has_transfers(self) -> bool:
-        """Whether the tier has blocks to read or to write that it has not reported yet."""
-        return bool(self.reads or self.writes.writing)
 
     def take_gauges(self, now: float) -> dict[str, float]:
         """Counts what the tier itself has counted, and returns its gauges and the counts of its tenants."""
@@ -404,21 +436,6 @@ class TierState:
         if slots:
             self.read_health.begun(now, self.num_reading)
             self.reads.update(dict.fromkeys(slots, ReadBatch(dict(slots), dict.fromkeys(waits))))
-
-    def choose_probe(self, key: OffloadKey | None, now: float) -> None:
-        self.probe, self._probe_since = key, now
-
-    def await_probe(self, now: float) -> None:
-        """Called when the tier does not know yet whether it holds ``probe``. If it does not say within the deadline,
-        the test has failed."""
-        if now - self._probe_since >= self.read_health.deadline_s:
-            self.probe = None
-            self.read_health.lookups_failed(1, now)
-
-    def begin_probe(self, key: OffloadKey, slot: int, now: float) -> None:
-        """Notes that the tier was given a block to read as a test."""
-        self.read_health.begin_test(key)
-        self.begin_reads({key: slot}, (), now)
 
     def end_reads(self, reads: Ended, now: float) -> dict[ReadBatch, Ended]:
         """Takes in reads that have ended. Returns them by batch."""
@@ -448,11 +465,6 @@ class TierState:
             if is_test:
                 health.begin_test(begun[0])
 
-    def end_writes(self, writes: Ended, now: float) -> None:
-        """Takes in writes that have ended."""
-        self.writes.ended(writes)
-        self.write_health.ended(writes, now)
-
     # Failures.
 
     def update(self, now: float) -> None:
@@ -463,22 +475,13 @@ class TierState:
             self.count("lookup_failures", num_failed)
             self.read_health.lookups_failed(num_failed, now)
         if self.reads or self.writes.writing:
-            self._detect_hangs(now)
+            # What has hung until now is overdue.
+            if self.read_health.detect_hang(self.reads.keys(), now):
+                for batch in self.reads.values():
+                    batch.is_overdue = True
+            self.write_health.detect_hang(self.writes.writing, now)
         if self.questions.asked_at:
             self.questions.expire(now)
         for health in (self.read_health, self.write_health):
             if health.state is BreakerState.OPEN:
                 health.update(now)
-
-    def _detect_hangs(self, now: float) -> None:
-        """If the tier has ended no read, or no write, for a whole deadline, all of them are overdue, and that ability
-        is paused."""
-        if self.read_health.detect_hang(self.reads.keys(), now):
-            for batch in self.reads.values():
-                batch.is_overdue = True
-        self.write_health.detect_hang(self.writes.writing, now)
-
-    def check_integrity(self) -> None:
-        """Raises IntegrityError if the tier's or the write-through's accounts do not balance."""
-        self.writes.check_integrity()
-        self.tier.check_integrity()

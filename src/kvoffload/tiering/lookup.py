@@ -8,25 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.abc import Awaited, KVGroup, Miss, MissReason, Need, OffloadKey, States
+from kvoffload.abc import Awaited, Miss, MissReason, Need, OffloadKey, States
 from kvoffload.abc.tier import HIT, MISS, PENDING, RETRY
 from kvoffload.cache.keys import key_group_idx, num_of_group
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.misses import MissMemory
-from kvoffload.tiering.health import TierState
+from kvoffload.tiering.health import TieringSettings, TierState
 from kvoffload.tiering.plan import ChainLayout
-from kvoffload.tiering.rates import LoadOrCompute
+from kvoffload.tiering.rates import MovingRate, ReadEstimator
 from kvoffload.tiering.waits import PROMOTION_SHARE, Wait, Waits
 
 LOOK_AGAIN_S = 0.005
 """The least time between two looks for a block that another server hands over."""
 LOOK_AGAIN_SHARE = 0.25
 """The share of the time for which the request has waited, after which the tier looks again if that is longer."""
+RATE_TTL_S = 30.0
+"""A measured read rate is trusted for this long. After that, one run of blocks is loaded to measure it again."""
 FIRST_CHUNK = 256
 """Keys that are looked up at once at first; doubled while all are found."""
 
@@ -34,28 +35,14 @@ Sources = npt.NDArray[np.int8]
 """By block, the index of the tier that holds it."""
 
 
-class Located(NamedTuple):
-    """Blocks in the order of their chain. ``sources[i]`` is the index of the tier that holds ``keys[i]``."""
-
-    keys: list[OffloadKey]
-    sources: Sources
-
-    @property
-    def by_key(self) -> dict[OffloadKey, int]:
-        return dict(zip(self.keys, self.sources.tolist(), strict=True))
-
-
-NONE = Located([], np.zeros(0, dtype=np.int8))
-"""No blocks."""
+Coming = dict[OffloadKey, int]
+"""Blocks to be promoted, in the order of their chain, with the index of the tier that holds each."""
 
 
 @dataclass(slots=True, eq=False)
 class TierSearch:
-    """A lookup in ``host`` and then in ``tiers``, the fastest first, by a request with ``wait``."""
+    """A lookup in the host and then in the tiers of ``gate``, the fastest first, by a request with ``wait``."""
 
-    host: PolicyOffloadingManager
-    tiers: Sequence[TierState]
-    reasons: MissMemory
     gate: LoadGate
     now: float
     wait: Wait | None = None
@@ -68,7 +55,8 @@ class TierSearch:
 
 
 class LoadGate:
-    """Judges what was found: by the room that ``waits`` have, by ``rates``, and by what tiers read before it.
+    """Judges what was found: by the room that ``waits`` have, and by which is faster, to load it or to compute its
+    tokens, as far as that is known; unless ``load_only_if_faster``, everything is loaded.
 
     A state saves nothing by itself. So it is first compared with all tokens up to it, and then the KV of these tokens
     is judged together with the states that the request wants.
@@ -78,70 +66,68 @@ class LoadGate:
         self,
         host: PolicyOffloadingManager,
         tiers: Sequence[TierState],
-        groups: Sequence[KVGroup],
+        settings: TieringSettings,
         waits: Waits,
-        rates: LoadOrCompute,
         reasons: MissMemory,
     ) -> None:
-        self._host = host
-        self._tiers = tiers
+        self.prefill = MovingRate()
+        """How many tokens of prompts the engine computes per second."""
+        self.host = host
+        self.tiers = tiers
+        groups = settings.groups
         self._layout = ChainLayout(groups)
         self._num_full = max(1, sum(group.is_full for group in groups))
+        # A token is saved only if the blocks of all groups are loaded. Those with a window or a state need few, so the
+        # groups with full attention share the tokens.
+        self._saved_tokens = [group.block_tokens / self._num_full for group in groups]
         self._waits = waits
-        self.rates = rates
-        self._reasons = reasons
-
-    def search(self, now: float, wait: Wait | None = None, awaited: Awaited | None = None) -> TierSearch:
-        return TierSearch(self._host, self._tiers, self._reasons, self, now, wait, awaited)
+        self._only_if_faster = settings.load_only_if_faster
+        self.reasons = reasons
 
     def room_for(self, wait: Wait | None, key: OffloadKey, in_all: bool = False) -> int:
         """Returns how many more blocks the request, which wants ``key``, may have promoted: of the KV cache group of
         ``key``, which has no states, or ``in_all``. A request needs one state of each of the others."""
         pinned = () if wait is None else wait.pinned
-        most = max(1, int(self._host.most_blocks(key) * PROMOTION_SHARE))
+        most = max(1, int(self.host.most_blocks(key) * PROMOTION_SHARE))
         num_groups, num_states = len(self._layout.groups), self._layout.num_states
         if in_all or num_groups == 1:
             return most - len(pinned)
         share = (most - num_states) // max(1, num_groups - num_states)
         return share - num_of_group(pinned, key_group_idx(key))
 
-    def worth_loading(self, search: TierSearch, below: Located) -> Located:
-        """Returns the leading blocks of a run that are to be loaded; the rest is faster to compute. With states all of
+    def num_worth_loading(self, search: TierSearch, keys: Sequence[OffloadKey], sources: Sources) -> int:
+        """Returns how many leading blocks of a run are to be loaded; the rest is faster to compute. With states all of
         it is loaded, or nothing: then the request that waits does not want its states any more."""
         wait, num_ahead, num_states = search.wait, [], []
-        for tier in search.tiers:
+        computing = self.prefill.seconds_for(self._saved_tokens[key_group_idx(keys[0])])
+        if not self._only_if_faster or computing is None:
+            return len(keys)
+        for tier in self.tiers:
             # What the request itself wants is judged with its blocks. Groups with full attention share its states.
             own = [] if wait is None else [key for key, source in wait.wanted.items() if source == tier.index]
             num_ahead.append(self._num_ahead(tier) - len(own))
             if self._layout.num_states:
                 groups = [self._layout.groups[key_group_idx(key)] for key in own]
                 num_states.append(sum(group.state for group in groups) / self._num_full)
-        num_loaded = self.rates.num_worth_loading(
-            key_group_idx(below.keys[0]),
-            below.sources,
-            num_ahead,
-            [tier.estimator for tier in search.tiers],
-            search.now,
-            num_states or None,
-        )
-        search.reasons.record(below.keys[num_loaded : num_loaded + 1], MissReason.FASTER_TO_COMPUTE)
+        estimators = [tier.estimator for tier in self.tiers]
+        num_loaded = num_worth_loading(computing, sources, num_ahead, estimators, search.now, num_states)
+        self.reasons.record(keys[num_loaded : num_loaded + 1], MissReason.FASTER_TO_COMPUTE)
         if not num_loaded and wait is not None:
             self._waits.end(wait)
-        return Located(below.keys[:num_loaded], below.sources[:num_loaded])
+        return num_loaded
 
-    def is_state_worth_loading(self, search: TierSearch, state: Located, num_units: int) -> bool:
+    def is_state_worth_loading(self, search: TierSearch, state: OffloadKey, source: int, num_units: int) -> bool:
         """Returns whether a state in a tier takes less time to load than the tokens of ``num_units`` to compute, which
         lie between it and the last one in the host."""
-        tier = search.tiers[int(state.sources[0])]
-        is_worth = self.rates.is_worth_loading(
-            num_units * self._layout.unit_tokens,
-            self._layout.num_states,
-            self._num_ahead(tier),
-            tier.estimator,
-            search.now,
-        )
+        tier = self.tiers[source]
+        num_ahead = self._num_ahead(tier)
+        computing = self.prefill.seconds_for(num_units * self._layout.unit_tokens)
+        loading = _seconds_per_block(tier.estimator, num_ahead, search.now)
+        if not self._only_if_faster or computing is None or loading is None:
+            return True
+        is_worth = (num_ahead + self._layout.num_states) * loading <= computing
         if not is_worth:
-            search.reasons.record(state.keys, MissReason.FASTER_TO_COMPUTE)
+            self.reasons.record([state], MissReason.FASTER_TO_COMPUTE)
         return is_worth
 
     def _num_ahead(self, tier: TierState) -> int:
@@ -149,13 +135,13 @@ class LoadGate:
         return tier.num_reading + self._waits.reads.num_queued[tier.index]
 
 
-def find_hit(search: TierSearch, keys: Sequence[OffloadKey], need: Need) -> tuple[States, Located]:
+def find_hit(search: TierSearch, keys: Sequence[OffloadKey], need: Need) -> tuple[States, Coming]:
     """Answers a request that may wait. Returns the states of ``keys``, and the blocks to be promoted for it."""
     find = {Need.RUN: _find_run, Need.LAST: _find_last, Need.ALL: _find_all}[need]
     return find(search, keys)
 
 
-def _find_run(search: TierSearch, keys: Sequence[OffloadKey]) -> tuple[States, Located]:
+def _find_run(search: TierSearch, keys: Sequence[OffloadKey]) -> tuple[States, Coming]:
     """Finds the leading blocks of ``keys``, all of one KV cache group."""
     num_ready = room = len(keys)
     found: list[OffloadKey] = []
@@ -179,24 +165,25 @@ def _find_run(search: TierSearch, keys: Sequence[OffloadKey]) -> tuple[States, L
                 is_unanswered = bool(states[end] == RETRY)
                 break
         start, size = start + size, size * 2
-    run = Located(found[:room], np.concatenate(sources)[:room]) if sources else NONE
-    is_unanswered &= not run.keys
-    if run.keys and search.awaited is None:
-        run = search.gate.worth_loading(search, run)
+    found = found[:room]
+    is_unanswered &= not found
+    held_by = np.concatenate(sources)[:room] if found else np.zeros(0, dtype=np.int8)
+    if found and search.awaited is None:
+        found = found[: search.gate.num_worth_loading(search, found, held_by)]
     states = np.zeros(len(keys), dtype=np.uint8)
     states[:num_ready] = HIT
-    if run.keys or is_unanswered:
+    if found or is_unanswered:
         states[num_ready] = RETRY
-    return states, run
+    return states, dict(zip(found, held_by.tolist(), strict=False))
 
 
-def _find_last(search: TierSearch, keys: Sequence[OffloadKey]) -> tuple[States, Located]:
+def _find_last(search: TierSearch, keys: Sequence[OffloadKey]) -> tuple[States, Coming]:
     """Finds the last of ``keys`` that the host or a tier holds, or for which a tier must be asked again. Tiers are
     asked only for those behind the last one in the host."""
     there = host_states(search, keys)
     ready = np.flatnonzero(there == HIT)
     in_host = int(ready[-1]) if len(ready) else -1
-    states, coming = np.zeros(len(keys), dtype=np.uint8), NONE
+    states, coming = np.zeros(len(keys), dtype=np.uint8), Coming()
     if in_host >= 0:
         states[in_host] = HIT
     behind = np.arange(in_host + 1, len(keys))
@@ -206,51 +193,51 @@ def _find_last(search: TierSearch, keys: Sequence[OffloadKey]) -> tuple[States, 
         if len(possible):
             last = int(possible[-1])
             at, is_found = in_host + 1 + last, in_tiers[last] == HIT
-            state = Located([keys[at]], sources[[last]])
+            state, source = keys[at], int(sources[last])
             if is_found and (
-                search.awaited is not None or search.gate.is_state_worth_loading(search, state, at - in_host)
+                search.awaited is not None or search.gate.is_state_worth_loading(search, state, source, at - in_host)
             ):
-                coming = _with_room(search, state)
-            if coming.keys or not is_found:
+                coming = _with_room(search, {state: source})
+            if coming or not is_found:
                 states[at] = RETRY
     return states, coming
 
 
-def _find_all(search: TierSearch, keys: Sequence[OffloadKey]) -> tuple[States, Located]:
-    states, coming = host_states(search, keys), NONE
+def _find_all(search: TierSearch, keys: Sequence[OffloadKey]) -> tuple[States, Coming]:
+    states, coming = host_states(search, keys), Coming()
     below = np.flatnonzero(states != HIT)
     if len(below):
         found, sources = states_below(search, keys, below, states[below])
         is_found = found == HIT
         if is_found.any() and (is_found | (found == RETRY)).all():
-            there = Located([keys[i] for i in below[is_found].tolist()], sources[is_found])
-            coming = _with_room(search, there)
-            if not coming.keys:
+            there = [keys[i] for i in below[is_found].tolist()]
+            coming = _with_room(search, dict(zip(there, sources[is_found].tolist(), strict=True)))
+            if not coming:
                 found[is_found] = MISS
         found[found == HIT] = RETRY
         states[below] = found
     return states, coming
 
 
-def _with_room(search: TierSearch, coming: Located) -> Located:
+def _with_room(search: TierSearch, coming: Coming) -> Coming:
     """Returns ``coming`` if it may be promoted with what the request waits for. If not, remembers why it is missing."""
-    wanted = set(coming.keys).union(() if search.wait is None else search.wait.wanted)
-    if len(wanted) <= search.gate.room_for(search.wait, coming.keys[0], in_all=True):
+    wanted = coming.keys() | (() if search.wait is None else search.wait.wanted)
+    if len(wanted) <= search.gate.room_for(search.wait, next(iter(coming)), in_all=True):
         return coming
-    search.reasons.record(coming.keys, MissReason.TOO_LARGE)
-    return NONE
+    search.gate.reasons.record(list(coming), MissReason.TOO_LARGE)
+    return {}
 
 
 def host_states(search: TierSearch, keys: Sequence[OffloadKey]) -> States:
     """Returns the states of ``keys`` in the host. Those that are pinned for the request are not looked up again."""
     pinned = () if search.wait is None else search.wait.pinned
     if not pinned:
-        return search.host.table.states(keys)
+        return search.gate.host.table.states(keys)
     is_pinned = np.fromiter(map(pinned.__contains__, keys), np.bool_, len(keys))
     states = np.full(len(keys), HIT, dtype=np.uint8)
     others = np.flatnonzero(~is_pinned)
     if len(others):
-        states[others] = search.host.table.states([keys[i] for i in others.tolist()])
+        states[others] = search.gate.host.table.states([keys[i] for i in others.tolist()])
     return states
 
 
@@ -267,16 +254,16 @@ def states_below(
     states = np.where(in_host == PENDING, in_host, MISS).astype(np.uint8)
     sources = np.zeros(len(keys), dtype=np.int8)
     is_reading = np.zeros(len(keys), dtype=np.bool_)
-    for tier in search.tiers:
+    for tier in search.gate.tiers:
         if tier.probe is None and tier.read_health.may_test:
-            tier.choose_probe(next((key for key in keys if key not in tier.reads), None), search.now)
+            tier.probe = next((key for key in keys if key not in tier.reads), None)
         if tier.reads and not tier.reads.keys().isdisjoint(keys):
             for i, batch in enumerate(map(tier.reads.get, keys)):
                 if batch is not None:
                     is_reading[i] = True
                     states[i] = HIT if tier.can_read and not batch.is_overdue else MISS
                     sources[i] = tier.index
-    for tier in search.tiers:
+    for tier in search.gate.tiers:
         # A slower tier is asked at the same time as one that does not know yet.
         asked = np.flatnonzero(((states == MISS) | (states == RETRY)) & ~is_reading)
         if len(asked) and tier.can_read:
@@ -306,7 +293,7 @@ def _in_time(search: TierSearch, tier: TierState, keys: Sequence[OffloadKey], st
     if len(late):
         states = states.copy()
         states[late] = MISS
-        search.reasons.record([keys[i] for i in late.tolist()], MissReason.NOT_ANSWERED)
+        search.gate.reasons.record([keys[i] for i in late.tolist()], MissReason.NOT_ANSWERED)
     if num_failed:
         tier.count("lookup_failures", num_failed)
         tier.read_health.lookups_failed(num_failed, search.now)
@@ -323,12 +310,48 @@ def _until_handed_over(
     lacking = [i for i in np.flatnonzero(states == MISS).tolist() if keys[i] in awaited.keys]
     if lacking:
         coming = [keys[i] for i in lacking]
-        search.reasons.record(coming[:1], MissReason.NOT_IN_TIME)
+        search.gate.reasons.record(coming[:1], MissReason.NOT_IN_TIME)
         pause_s = max(LOOK_AGAIN_S, (search.now - awaited.since) * LOOK_AGAIN_SHARE)
         tier.tier.look_for(coming, awaited.places.get(tier.name, ""), pause_s)
         states = states.copy()
         states[lacking] = RETRY
     return states
+
+
+def num_worth_loading(
+    computing: float,
+    sources: Sources,
+    num_ahead: Sequence[int],
+    estimators: Sequence[ReadEstimator],
+    now: float,
+    num_states: Sequence[float] = (),
+) -> int:
+    """Returns how many leading blocks of a run are to be loaded, so that loading these and computing the rest, each
+    block in ``computing`` seconds, takes the least time, as far as that is known.
+
+    ``sources[i]`` is the index of the tier that holds block i. Tier t reads ``num_ahead[t]`` blocks before; tiers read
+    at the same time. With ``num_states`` a request can resume at the end of the run only, so all of it is loaded or
+    nothing, and tier t reads ``num_states[t]`` states for it.
+    """
+    num_blocks = len(sources)
+    loading = np.zeros(num_blocks + 1)
+    """Seconds, by number of blocks that are loaded."""
+    for index, (estimator, ahead) in enumerate(zip(estimators, num_ahead, strict=True)):
+        seconds_per_block = _seconds_per_block(estimator, ahead, now)
+        if seconds_per_block:
+            num_read = np.cumsum(sources == index) + (num_states[index] if num_states else 0)
+            seconds = np.where(num_read > 0, (ahead + num_read) * seconds_per_block, 0.0)
+            loading[1:] = np.maximum(loading[1:], seconds)
+    total = loading - np.arange(num_blocks + 1) * computing
+    if num_states:
+        return num_blocks if total[-1] <= 0 else 0
+    return num_blocks - int(np.argmin(total[::-1]))
+
+
+def _seconds_per_block(estimator: ReadEstimator, num_ahead: int, now: float) -> float | None:
+    """Returns how long a tier takes to read a block, or None if that is to be measured."""
+    is_outdated = num_ahead == 0 and now - estimator.measured_at > RATE_TTL_S
+    return None if is_outdated else estimator.seconds_to_read(1)
 
 
 def explain_miss(key: OffloadKey, host: Miss, own: Miss, tiers: Sequence[TierState]) -> Miss:

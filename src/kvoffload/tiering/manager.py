@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import random
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import compress
 
 import numpy as np
 
 from kvoffload.abc import (
-    Admission,
     HandedOver,
     IntegrityError,
-    KVGroup,
     LoadStoreSpec,
     Miss,
     MissReason,
@@ -36,62 +34,22 @@ from kvoffload.abc.tier import HIT, PENDING, RETRY
 from kvoffload.cache.bills import MovedBytes
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.misses import MissMemory
-from kvoffload.cache.tenants import Tenants
-from kvoffload.tiering.chains import BACKLOG_SHARE
-from kvoffload.tiering.events import TierCounts
 from kvoffload.tiering.guard import GuardedTier
-from kvoffload.tiering.health import Deadlines, TierState
-from kvoffload.tiering.lookup import LoadGate, explain_miss, find_hit, states_below
+from kvoffload.tiering.health import WRITE_SHARE, TieringSettings, TierSettings, TierState
+from kvoffload.tiering.lookup import LoadGate, TierSearch, explain_miss, find_hit, states_below
 from kvoffload.tiering.prefetch import Prefetcher
-from kvoffload.tiering.rates import LoadOrCompute, Origins, ReadEstimator, by_direction
-from kvoffload.tiering.requests import RequestChains
+from kvoffload.tiering.rates import by_direction
 from kvoffload.tiering.steps import TierSteps
 from kvoffload.tiering.unwritten import UnwrittenPins
-from kvoffload.tiering.waits import Waits, WaitState
-from kvoffload.tiering.writes import WriteSettings, WriteThrough
+from kvoffload.tiering.waits import Waits
 
-WRITE_SHARE = 0.125
-"""At most this share of the host's blocks is pinned for writes to lower tiers. Above it, blocks are written later."""
+__all__ = ["WRITE_SHARE", "TierSettings", "TieredOffloadingManager", "TieringSettings"]
+
 SHARED_RESET = (
     "the weights may have changed, so this server must not load blocks from before the reset, and other servers use "
     "the blocks of this tier"
 )
 SHARED_RESET_EFFECT = "nothing was deleted there; restart this server to use it again"
-
-
-@dataclass(frozen=True, slots=True)
-class TierSettings:
-    """How one lower tier is used, where that differs from TieringSettings."""
-
-    lookup_deadline_ms: float | None = None
-    admission: Admission | None = None
-    """What decides which blocks are worth writing to it. None: all are."""
-
-
-@dataclass(frozen=True, slots=True)
-class TieringSettings:
-    """How host memory and lower tiers work together."""
-
-    tokens_per_block: Sequence[float]
-    """Per KV cache group, the tokens that one loaded block saves."""
-    groups: Sequence[KVGroup] = ()
-    """The KV cache groups that keys name, by default with full attention and blocks of one size."""
-    load_only_if_faster: bool = True
-    """A run of blocks that would take longer to read than to compute is not loaded."""
-    load_deadline_ms: float = 1000.0
-    """How long a request waits for a promotion."""
-    lookup_deadline_ms: float = 100.0
-    """A block counts as missing if a tier does not say within this time whether it holds it."""
-    tiers: Sequence[TierSettings] = ()
-    """What differs per tier, by default nothing."""
-    tenants: Tenants | None = None
-    """For whom the bytes that are moved are counted, by default for nobody."""
-    write_share: float = WRITE_SHARE
-    backlog_share: float = BACKLOG_SHARE
-
-    @property
-    def kv_groups(self) -> Sequence[KVGroup]:
-        return self.groups or [KVGroup(1)] * len(self.tokens_per_block)
 
 
 class TieredOffloadingManager(TieredManager):
@@ -117,22 +75,23 @@ class TieredOffloadingManager(TieredManager):
         random: Callable[[], float] = random.random,
     ) -> None:
         self.host = host
-        self._counts = TierCounts()
-        self._origins = Origins()
+        self._counts = defaultdict[str, float](float)
+        """Counts since the last ``take_counts``, by names of METRICS: "NAME", or "NAME:TIER"."""
         self._clock = clock
         guarded = [GuardedTier(tier, host.history.has_events) for tier in tiers]
-        self._unwritten = UnwrittenPins(host, guarded, clock, settings.tenants)
-        self.tiers = _make_states(host, guarded, settings, self._unwritten, self._counts, self._origins, clock, random)
+        self._unwritten = UnwrittenPins(host, guarded, clock)
+        promised, counts = self._unwritten.of_tiers, self._counts
+        self.tiers = tuple(
+            TierState(i, tier, host, settings, promised[i], counts, clock, random) for i, tier in enumerate(guarded)
+        )
         """State of each tier; read only."""
         self._reasons = MissMemory(clock=clock)
-        self._waits = Waits(host, self.tiers, settings.load_deadline_ms / 1000, self._counts.add, self._reasons, clock)
-        rates = LoadOrCompute(settings.tokens_per_block, always_load=not settings.load_only_if_faster)
-        self._gate = LoadGate(host, self.tiers, settings.kv_groups, self._waits, rates, self._reasons)
+        self._waits = Waits(host, self.tiers, settings.load_deadline_ms / 1000, self._counts, self._reasons, clock)
+        self._gate = LoadGate(host, self.tiers, settings, self._waits, self._reasons)
         max_writing = max(1, int(host.num_blocks * settings.write_share) // max(1, len(tiers)))
-        self._chains = RequestChains(self.tiers, max_writing, clock)
         moved = MovedBytes(settings.tenants) if settings.tenants is not None and settings.tenants.names else None
-        self._steps = TierSteps(host, self.tiers, self._waits, self._chains, self._origins, moved, clock)
-        self.prefetcher = Prefetcher(host, self._waits, self._gate, self._counts.add, clock, self._steps.on_device)
+        self._steps = TierSteps(host, self.tiers, self._waits, max_writing, moved, clock)
+        self.prefetcher = Prefetcher(host, self._waits, self._gate, self._counts, clock, self._steps.on_device)
 
     # Lookup. ``lookup`` is the contract's: it calls ``lookup_each`` with Need.RUN.
 
@@ -142,17 +101,17 @@ class TieredOffloadingManager(TieredManager):
         if req_context is None or not req_context.may_wait:
             return self.host.lookup_each(keys, req_context, need)
         wait = self._waits.get(req_context)
-        if wait is not None and wait.state(self._waits.step) in (WaitState.QUEUED, WaitState.READING):
+        if wait is not None and wait.is_waiting and wait.asked_in != self._waits.step:
             return np.full(len(keys), RETRY, dtype=np.uint8)
         if self._steps.is_off or not self._waits.may_ask(wait):
             return self.host.lookup_each(keys, req_context, need)
         if self.host.admission is not None:
             self.host.admission.count(keys, req_context)
-        search = self._gate.search(self._clock(), wait, req_context.awaited)
+        search = TierSearch(self._gate, self._clock(), wait, req_context.awaited)
         states, coming = find_hit(search, keys, need)
         self._steps.may_change |= search.is_unanswered
-        if coming.keys:
-            self._chains.waits(self._waits.begin(coming.by_key, req_context))
+        if coming:
+            self._steps.begin_wait(self._waits.begin(coming, req_context))
         return states
 
     def states(self, keys: Sequence[OffloadKey], chain: Sequence[OffloadKey] = ()) -> States:
@@ -162,14 +121,14 @@ class TieredOffloadingManager(TieredManager):
         states = self.host.table.states(keys)
         below = np.flatnonzero(states != HIT)
         if len(below):
-            search = self._gate.search(self._clock())
+            search = TierSearch(self._gate, self._clock())
             states[below], _ = states_below(search, [*keys, *chain], below, states[below])
             self._steps.may_change |= search.is_unanswered
             states[states == PENDING] = RETRY
         return states
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
-        self._gate.rates.observe_prefill(num_tokens, seconds)
+        self._gate.prefill.add(num_tokens, seconds)
 
     def release_request(self, req_context: ReqContext) -> Mapping[str, Sequence[OffloadKey]]:
         if self.prefetcher.expected:
@@ -177,7 +136,7 @@ class TieredOffloadingManager(TieredManager):
         wait = self._waits.release(req_context)
         if wait is None:
             return {}
-        self._chains.released(wait)
+        self._steps.end_wait(wait)
         return wait.promoted
 
     # Steps.
@@ -210,7 +169,7 @@ class TieredOffloadingManager(TieredManager):
     @property
     def has_transfers(self) -> bool:
         """Whether a tier has blocks to read or to write that it has not reported yet."""
-        return any(tier.has_transfers for tier in self.tiers)
+        return any(tier.reads or tier.writes.writing for tier in self.tiers)
 
     @property
     def num_promotions(self) -> int:
@@ -244,17 +203,7 @@ class TieredOffloadingManager(TieredManager):
             self.prefetcher.used(keys, req_context)
         found = self.host.table.find(keys)
         self.host.touch(keys, req_context, chain, found)
-        # With states, a request's chain has other keys at its end than at its begin.
-        is_held_back = chain is None and self._chains.hold_back(found, req_context)
-        if chain is None:
-            chain = keys
-        for tier in self.tiers:
-            if tier.can_read or tier.takes_chains:
-                tier.writes.count_request(chain, req_context)
-                if not is_held_back:
-                    tier.tier.touch(keys)
-        if not is_held_back:
-            self._chains.touch(chain, found, req_context)
+        self._steps.touch(keys, chain, found, req_context)
 
     def end_chain(
         self,
@@ -266,8 +215,8 @@ class TieredOffloadingManager(TieredManager):
         self.host.end_chain(keys, stored, req_context)
         if req_context is not None and req_context.hints is not None and not self._steps.is_off:
             self.prefetcher.expect_return(keys, req_context)
-        self._chains.end(keys, stored, req_context, keys if chain is None else chain)
-        self._chains.write()
+        self._steps.end_chain(keys, stored, req_context, keys if chain is None else chain)
+        self._steps.write()
 
     def retain(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Retained:
         """Retains ``keys`` in the first tier whose quota has room for all of them, host memory first."""
@@ -297,23 +246,20 @@ class TieredOffloadingManager(TieredManager):
         self._steps.note_device(held, left)
 
     def complete_store(
-        self,
-        blocks: LoadStoreSpec | Sequence[OffloadKey],
-        req_context: ReqContext | None = None,
-        success: bool = True,
+        self, blocks: LoadStoreSpec | Sequence[OffloadKey], req_context: ReqContext | None = None, success: bool = True
     ) -> None:
         self.host.complete_store(blocks, req_context, success)
         if success:
             keys = self.host.table.loadable_keys(blocks.slots) if isinstance(blocks, LoadStoreSpec) else blocks
-            self._origins.forget(keys)
             if self._unwritten.slots:
                 self._unwritten.entered(keys)
             for tier in self.tiers:
                 tier.writes.stored(keys)
         else:
             for tier in self.tiers:
-                tier.writes.store_failed()
-        self._chains.write()
+                # Chains that wait for blocks which were to become ready in the host are planned again.
+                tier.writes.stored(list(tier.writes.backlog.awaited))
+        self._steps.write()
 
     def note_dropped(self, keys: Sequence[OffloadKey]) -> None:
         """Counts writes of ``keys``, which the host has no room for."""
@@ -333,7 +279,9 @@ class TieredOffloadingManager(TieredManager):
     def take_counts(self) -> Mapping[str, float]:
         now, moved = self._clock(), {} if self._steps.moved is None else self._steps.moved.take()
         gauges = [each for tier in self.tiers for each in tier.take_gauges(now).items()]
-        return {**self.host.take_counts(), **self._counts.take(), **moved, **dict(gauges)}
+        counts = {name: count for name, count in self._counts.items() if count}
+        self._counts.clear()
+        return {**self.host.take_counts(), **counts, **moved, **dict(gauges)}
 
     def explain_miss(self, key: OffloadKey) -> Miss:
         return explain_miss(key, self.host.explain_miss(key), self._reasons.explain(key), self.tiers)
@@ -347,32 +295,20 @@ class TieredOffloadingManager(TieredManager):
             tier.tier.delete(keys)
             tier.writes.note_lost(len(keys))
 
-    def reset(self, keep_shared: bool = False) -> bool:
-        self._reset_host()
-        for tier in self.tiers:
-            if not tier.tier.is_shared:
-                tier.tier.reset()
-        if not keep_shared:
-            self._leave_shared_tiers()
-        return any(tier.tier.is_shared and not tier.is_off for tier in self.tiers)
-
-    def forget(self) -> None:
-        """Does the same as ``reset``, but tiers that are not shared keep their blocks for the next process: the caller
-        uses other keys from now on."""
-        self._reset_host()
-        self._leave_shared_tiers()
-
-    def _reset_host(self) -> None:
+    def reset(self, keep_shared: bool = False, keep_own: bool = False) -> bool:
+        """``keep_own``: tiers that are not shared keep their blocks for the next process, because the caller uses other
+        keys from now on. See ``OffloadingManager.reset``."""
         self.prefetcher.clear()
         self._waits.release_all()
-        self._chains.clear()
+        self._steps.clear_chains()
         self.host.reset()
-
-    def _leave_shared_tiers(self) -> None:
         for tier in self.tiers:
-            if tier.tier.is_shared:
+            is_shared = tier.tier.is_shared
+            if not (keep_shared if is_shared else keep_own):
                 tier.tier.reset()
+            if is_shared and not keep_shared:
                 self._steps.switch_off(tier, SHARED_RESET, SHARED_RESET_EFFECT)
+        return any(tier.tier.is_shared and not tier.is_off for tier in self.tiers)
 
     def shutdown(self) -> None:
         for tier in self.tiers:
@@ -396,33 +332,10 @@ class TieredOffloadingManager(TieredManager):
     def check_integrity(self) -> None:
         self.host.check_integrity()
         self._unwritten.check_integrity()
-        self.prefetcher.check_integrity()
+        self.prefetcher.blocks.check_integrity()
         self._waits.check_integrity()
         for tier in self.tiers:
-            tier.check_integrity()
-        if any(len(tier.writes.writing) > self._chains.max_writing for tier in self.tiers):
+            tier.writes.check_integrity()
+            tier.tier.check_integrity()
+        if any(len(tier.writes.writing) > self._steps.max_writing for tier in self.tiers):
             raise IntegrityError("more blocks are being written to lower tiers than WRITE_SHARE allows")
-
-
-def _make_states(
-    host: PolicyOffloadingManager,
-    tiers: Sequence[GuardedTier],
-    settings: TieringSettings,
-    unwritten: UnwrittenPins,
-    counts: TierCounts,
-    origins: Origins,
-    clock: Callable[[], float],
-    random: Callable[[], float],
-) -> tuple[TierState, ...]:
-    states = []
-    for i, tier in enumerate(tiers):
-        own = settings.tiers[i] if settings.tiers else TierSettings()
-        count = counts.of(tier.name)
-        estimator = ReadEstimator(tier.block_bytes)
-        is_worth = origins.add_tier(estimator) if len(tiers) > 1 else None
-        which = WriteSettings(settings.kv_groups, own.admission, is_worth, settings.backlog_share)
-        writes = WriteThrough(host, tier, which, unwritten.of_tiers[i], count, clock)
-        lookup_ms = settings.lookup_deadline_ms if own.lookup_deadline_ms is None else own.lookup_deadline_ms
-        deadlines = Deadlines(settings.load_deadline_ms / 1000, lookup_ms / 1000)
-        states.append(TierState(i, tier, writes, estimator, deadlines, count, random))
-    return tuple(states)

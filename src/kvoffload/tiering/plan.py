@@ -60,11 +60,16 @@ class ChainLayout:
         """Returns, by group, the blocks that matter for a request which resumes at the end of one of the units
         ``start`` to ``stop`` (exclusive), at least one. Of groups with full attention these are the blocks of these
         units only."""
-        ends = np.arange(start + 1, stop + 1, dtype=np.int64) * self.unit_tokens
-        return [
-            GroupSpan.of(group, keys, ends, start * per_unit)
-            for group, keys, per_unit in zip(self.groups, by_group, self.blocks_per_unit, strict=True)
-        ]
+        ends, spans = np.arange(start + 1, stop + 1, dtype=np.int64) * self.unit_tokens, []
+        for group, keys, per_unit in zip(self.groups, by_group, self.blocks_per_unit, strict=True):
+            size = group.block_tokens
+            if group.is_full:
+                firsts = np.full(len(ends), start * per_unit, dtype=np.int64)
+            else:
+                firsts = np.array([group.skipped_tokens(end) // size for end in ends.tolist()], dtype=np.int64)
+            stops, offset = ends // size, int(firsts[0])
+            spans.append(GroupSpan(group, offset, keys[offset : int(stops[-1])], firsts - offset, stops - offset))
+        return spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,19 +85,6 @@ class GroupSpan:
     keys: Sequence[OffloadKey]
     firsts: Ints
     stops: Ints
-
-    @classmethod
-    def of(cls, group: KVGroup, keys: Sequence[OffloadKey], ends: Ints, num_done: int) -> GroupSpan:
-        """Returns the span for positions ``ends``. The first ``num_done`` blocks are left out if the group has full
-        attention."""
-        size = group.block_tokens
-        if group.is_full:
-            firsts = np.full(len(ends), num_done, dtype=np.int64)
-        else:
-            firsts = np.array([group.skipped_tokens(end) // size for end in ends.tolist()], dtype=np.int64)
-        stops = ends // size
-        offset = int(firsts[0])
-        return cls(group, offset, keys[offset : int(stops[-1])], firsts - offset, stops - offset)
 
     def end_of(self, index: int) -> int:
         """Returns the token position at which block ``index`` ends."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,8 +16,7 @@ from kvoffload.abc import IntegrityError, Need, OffloadKey, ReqContext
 from kvoffload.abc.tier import HIT
 from kvoffload.cache.keys import NAMESPACE_BYTES, seem_of_several_groups
 from kvoffload.cache.manager import PolicyOffloadingManager
-from kvoffload.tiering.events import Count
-from kvoffload.tiering.lookup import LoadGate, find_hit
+from kvoffload.tiering.lookup import LoadGate, TierSearch, find_hit
 from kvoffload.tiering.rates import MovingRate
 from kvoffload.tiering.waits import Waits
 
@@ -35,12 +34,6 @@ QUEUED_S = 10.0
 HELD_SHARE = 0.5
 """At most this share of what a tenant can have in the host, and of the blocks that nothing else pins, is held for
 expected uses. So as many blocks as are held can leave for stores, loads and promotions."""
-LEAST_USED = 0.5
-"""If less of what was read of late was used, the estimates of clients are of no use: then only one chain of PROBE_EVERY
-is prefetched."""
-PROBE_EVERY = 16
-JUDGED_BLOCKS = 1024
-"""So many blocks are judged before the older ones count half."""
 SWEEP_EVERY_S = 0.5
 """How often blocks whose time is over are looked for."""
 BATCH_S = 0.01
@@ -54,8 +47,6 @@ MAX_LOOKS = 8
 """Chains that one step looks at."""
 PIECE = 1024
 """Keys that are looked up for a batch, after the first one of a chain."""
-MAX_JUDGED = 64
-"""Tenants of whom is known how much of what was read was used."""
 TIME_SHARE = 0.5
 """Tiers are read for at most this share of the time."""
 
@@ -124,9 +115,14 @@ class ExpectedChains:
         if chain is not None:
             self._num_keys -= len(chain.keys)
 
-    def first(self) -> _Expected:
-        """Returns the one that is looked at next, which may not be expected any more."""
-        return self._queue[0][2]
+    def first(self, now: float) -> _Expected | None:
+        """Returns the first chain that is due; None if there is none. Forgets those that are late."""
+        while self.next_due <= now:
+            chain = self._queue[0][2]
+            if self.has(chain) and now <= chain.until:
+                return chain
+            self.put_off(math.inf)
+        return None
 
     def put_off(self, due: float) -> None:
         """The first one is looked at again when it is ``due``; if that is infinite, it is forgotten."""
@@ -141,18 +137,9 @@ class ExpectedChains:
         self._queue.clear()
         self._num_keys = 0
 
-    def check_integrity(self) -> None:
-        """Raises IntegrityError if a bound is exceeded."""
-        if self._num_keys != sum(len(chain.keys) for chain in self.by_name.values()):
-            raise IntegrityError("the keys of expected chains are miscounted")
-        if len(self.by_name) > MAX_CHAINS or self._num_keys > self.max_keys:
-            raise IntegrityError("more chains are expected than may be")
-        if len(self._queue) > 2 * MAX_CHAINS + QUEUE_SLACK:
-            raise IntegrityError("chains that nobody expects are kept")
-
 
 class PrefetchedBlocks:
-    """What was prefetched into ``host`` is pinned until its use or the end of its time, and judged by that."""
+    """What was prefetched into ``host`` is pinned until its use or the end of its time."""
 
     def __init__(self, host: PolicyOffloadingManager) -> None:
         self._host = host
@@ -161,9 +148,6 @@ class PrefetchedBlocks:
         self._num_held: Counter[bytes] = Counter()
         """By the namespace of their tenant."""
         self.most = int(host.num_blocks * HELD_SHARE)
-        self._judged: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
-        """By the namespace of their tenant, how many blocks that were read were used, and how many were not, weighted.
-        The tenant that was judged last is the last one."""
         self._sweep_at = -math.inf
         """When blocks whose time is over are looked for again."""
 
@@ -174,51 +158,27 @@ class PrefetchedBlocks:
         self.held.update((key, (slot, until)) for key, slot in zip(keys, slots, strict=True))
         self._num_held.update(key[:NAMESPACE_BYTES] for key in keys)
 
-    def use(self, keys: Collection[OffloadKey]) -> int:
-        """Takes note of a request that uses ``keys``. Returns how many of them were held."""
-        used = [key for key in keys if key in self.held]
-        self.judge(used, is_used=True)
-        self.let_go(used)
-        return len(used)
-
     def sweep(self, now: float) -> None:
         """Lets go what others have no room beside, and what was not used in time."""
         if self._num_excess > 0:
             self.let_go(list(itertools.islice(reversed(self.held), self._num_excess)))
         if now >= self._sweep_at:
             self._sweep_at = now + SWEEP_EVERY_S
-            late = [key for key, (_, until) in self.held.items() if until < now]
-            self.judge(late, is_used=False)
-            self.let_go(late)
+            self.let_go([key for key, (_, until) in self.held.items() if until < now])
 
     def room(self, key: OffloadKey) -> int:
         """Returns how many more blocks of the tenant of ``key`` may be held."""
         most = int(self._host.most_blocks(key) * HELD_SHARE)
         return max(0, min(-self._num_excess, most - self._num_held[key[:NAMESPACE_BYTES]]))
 
-    def judge(self, keys: Sequence[OffloadKey], is_used: bool) -> None:
-        """Takes note of blocks that were read and used, or not."""
-        for tenant, num_blocks in Counter(key[:NAMESPACE_BYTES] for key in keys).items():
-            used, wasted = self._judged.pop(tenant, (0, 0))
-            used, wasted = (used + num_blocks, wasted) if is_used else (used, wasted + num_blocks)
-            if used + wasted > JUDGED_BLOCKS:
-                used, wasted = used // 2, wasted // 2
-            self._judged[tenant] = used, wasted
-        while len(self._judged) > MAX_JUDGED:
-            self._judged.popitem(last=False)
-
-    def are_worth_it(self, key: OffloadKey) -> bool:
-        """Whether enough of what was read of late for the tenant of ``key`` was used."""
-        used, wasted = self._judged.get(key[:NAMESPACE_BYTES], (0, 0))
-        return used >= LEAST_USED * (used + wasted)
-
-    def let_go(self, keys: Collection[OffloadKey]) -> None:
-        """Unpins those of ``keys`` that are held."""
+    def let_go(self, keys: Collection[OffloadKey]) -> int:
+        """Unpins those of ``keys`` that are held. Returns how many these are."""
         keys = [key for key in dict.fromkeys(keys) if key in self.held]
         if keys:
             self._host.complete_load(self._host.lease([self.held.pop(key)[0] for key in keys]))
             self._num_held.subtract(key[:NAMESPACE_BYTES] for key in keys)
             self._num_held = +self._num_held
+        return len(keys)
 
     @property
     def _num_excess(self) -> int:
@@ -245,14 +205,14 @@ class Prefetcher:
         host: PolicyOffloadingManager,
         waits: Waits,
         gate: LoadGate,
-        count: Count,
+        counts: defaultdict[str, float],
         clock: Callable[[], float],
         on_device: Collection[OffloadKey],
     ) -> None:
         self._host = host
         self._waits = waits
         self._gate = gate
-        self._count = count
+        self._counts = counts
         self._clock = clock
         self._on_device = on_device
         self.chains = ExpectedChains(KEYS_PER_BLOCK * host.num_blocks)
@@ -266,11 +226,6 @@ class Prefetcher:
         self._not_before = -math.inf
         """When the next batch may be read."""
 
-    @property
-    def next_due(self) -> float:
-        """When there may be something to read; infinite if nothing is expected."""
-        return self.chains.next_due
-
     # Requests.
 
     def expect_return(self, keys: Sequence[OffloadKey], context: ReqContext) -> None:
@@ -280,19 +235,18 @@ class Prefetcher:
             return
         name = context.req_id if hints.session is None else hints.session
         self.chains.forget(name)
-        number = next(self._order)
-        returns_in = hints.likely_return_s
-        if returns_in is not None and keys and (self.blocks.are_worth_it(keys[0]) or number % PROBE_EVERY == 0):
-            returns_at = self._clock() + returns_in
-            self._add(name, keys, number, returns_at, returns_at + LEAD_S)
+        if hints.likely_return_s is not None:
+            returns_at = self._clock() + hints.likely_return_s
+            self._add(name, keys, returns_at, returns_at + LEAD_S)
 
     def expect_now(self, keys: Sequence[OffloadKey], context: ReqContext) -> None:
         """Takes note of a request that waits in the engine's queue and will use the chain ``keys``."""
         now = self._clock()
         self.forget(context)
-        self._add(context.req_id, keys, next(self._order), now, now + QUEUED_S)
+        self._add(context.req_id, keys, now, now + QUEUED_S)
 
-    def _add(self, name: int | str, keys: Sequence[OffloadKey], number: int, returns_at: float, until: float) -> None:
+    def _add(self, name: int | str, keys: Sequence[OffloadKey], returns_at: float, until: float) -> None:
+        number = next(self._order)
         if keys and self.blocks.most and len(keys) <= self.chains.max_keys and not seem_of_several_groups(keys):
             chain = _Expected(name, list(keys), ReqContext(f"\0prefetch {number}"), number, returns_at, until)
             self.chains.add(chain, self._due(returns_at, len(keys)))
@@ -312,7 +266,7 @@ class Prefetcher:
         if context is not None:
             self.forget(context)
         if self.held:
-            self._count("prefetched_used_blocks", self.blocks.use(keys))
+            self._counts["prefetched_used_blocks"] += self.blocks.let_go(keys)
 
     def clear(self) -> None:
         """Nothing is expected any more."""
@@ -331,15 +285,12 @@ class Prefetcher:
             return
         if now < self._not_before or not self._waits.is_idle:
             return
-        chains = self.chains
         for _ in range(MAX_LOOKS):
-            if chains.next_due > now:
-                return
-            chain = chains.first()
-            due = self._begin_batch(chain, now) if chains.has(chain) and now <= chain.until else math.inf
+            chain = self.chains.first(now)
+            due = now if chain is None else self._begin_batch(chain, now)
             if due <= now:
                 return
-            chains.put_off(due)
+            self.chains.put_off(due)
 
     def _begin_batch(self, chain: _Expected, now: float) -> float:
         """Reads the next blocks of ``chain`` if it is time. Returns when to look at it again: infinity if nothing is to
@@ -360,26 +311,26 @@ class Prefetcher:
             # They may leave the device before their use.
             due = self._due(chain.returns_at, 0)
             return due if due > now else math.inf
-        search = self._gate.search(now)
+        search = TierSearch(self._gate, now)
         states, found = find_hit(search, keys, Need.RUN)
         if is_first_look:
             # What the host has of it counts as used now, so that it does not leave for the rest.
             self._host.end_chain(keys[: int(np.count_nonzero(states == HIT))], ())
-            due = self._due(chain.returns_at, len(found.keys))
+            due = self._due(chain.returns_at, len(found))
             if due > now:
                 return due
-        if not found.keys:
+        if not found:
             if not is_first_look and (states == HIT).all():
                 chain.begins_at = begins_at + len(keys)
                 return now
             # A shared medium may be asked, and knows at a later step.
             return now if search.is_unanswered else math.inf
-        tier = search.tiers[int(found.sources[0])]
+        tier = self._gate.tiers[next(iter(found.values()))]
         n = tier.estimator.num_blocks_within(BATCH_S, max(1, min(BATCH_BLOCKS, BATCH_BYTES // tier.tier.block_bytes)))
-        n = min(n, len(found.keys), room)
-        chain.begins_at = begins_at + keys.index(found.keys[n - 1]) + 1
-        self._waits.begin(dict(itertools.islice(found.by_key.items(), n)), chain.context)
-        self.reading = _Batch(chain, now, tier.estimator.seconds_to_read(n) or 0.0)
+        batch = dict(itertools.islice(found.items(), min(n, room)))
+        chain.begins_at = begins_at + keys.index(next(reversed(batch))) + 1
+        self._waits.begin(batch, chain.context)
+        self.reading = _Batch(chain, now, tier.estimator.seconds_to_read(len(batch)) or 0.0)
         return now
 
     def _end_batch(self, batch: _Batch, now: float) -> bool:
@@ -394,15 +345,10 @@ class Prefetcher:
             # Otherwise its session has returned meanwhile, and its request waits for what is being read.
             self.blocks.hold(arrived, chain.until)
         self._waits.release(chain.context)
-        self._count("prefetched_blocks", len(arrived))
+        self._counts["prefetched_blocks"] += len(arrived)
         self._not_before = began + (seconds or now - began) / TIME_SHARE
         self._pace.add(len(arrived), max(now, self._not_before) - began)
         if not arrived:
             # It was not read in time, or others have taken its room.
             self.chains.forget(chain.name)
         return True
-
-    def check_integrity(self) -> None:
-        """Raises IntegrityError if a bound is exceeded."""
-        self.chains.check_integrity()
-        self.blocks.check_integrity()

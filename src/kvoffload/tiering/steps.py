@@ -1,39 +1,50 @@
-"""TierSteps: what is done with tiers in every step of the engine, and while it waits for them."""
+"""What is done with tiers for each request, in every step of the engine, and while it waits for them."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
 from itertools import compress
 
 import numpy as np
 
-from kvoffload.abc import OffloadKey, TierResult
+from kvoffload.abc import OffloadKey, ReqContext, Slots, TierResult
 from kvoffload.cache.bills import MovedBytes
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.tiering.health import TierState
 from kvoffload.tiering.plan import Bools
-from kvoffload.tiering.rates import Origins, by_direction
-from kvoffload.tiering.requests import RequestChains
-from kvoffload.tiering.waits import Waits
+from kvoffload.tiering.rates import by_direction
+from kvoffload.tiering.waits import Wait, Waits
 
 logger = logging.getLogger(__name__)
 
 MAX_LOOKS = 64
 """How often an idle step looks for results."""
 SERVED_WITHOUT = "requests are served from host memory or computed from here on"
+MAX_REQUESTS = 4096
+"""Requests that are remembered. The oldest is forgotten: its use is not counted."""
 
 
 class TierSteps:
-    """Takes in what ``tiers`` have ended, begins reads and writes, and switches off tiers that have a fault."""
+    """Takes in what ``tiers`` have ended, begins reads, and writes of at most ``max_writing`` blocks per tier, and
+    switches off tiers that have a fault.
+
+    A chain that was touched is offered to tiers at once, to be written. If the host has nothing of it, that is left to
+    the next ``write``, unless its request waits for a tier by then, which may bring all of it: then it is offered when
+    the request is released, to those tiers from which not all of it has come.
+
+    If host memory holds the whole chain of a request when it arrives, nothing is read from a tier for it: the tiers
+    count its use when it ends, because one pass over the chain is enough. Otherwise they count the whole chain at once,
+    so that no head is older than its tail.
+    """
 
     def __init__(
         self,
         host: PolicyOffloadingManager,
         tiers: Sequence[TierState],
         waits: Waits,
-        chains: RequestChains,
-        origins: Origins,
+        max_writing: int,
         moved: MovedBytes | None,
         clock: Callable[[], float],
     ) -> None:
@@ -45,12 +56,102 @@ class TierSteps:
         self.on_device: set[OffloadKey] = set()
         """What the device holds of the requests that have ended, if ``host`` does not repeat it."""
         self.moved = moved
+        self.max_writing = max_writing
+        """Each tier has its own share: one that hangs stops no other."""
         self._host = host
         self._tiers = tiers
         self._waits = waits
-        self._chains = chains
-        self._origins = origins
         self._clock = clock
+        self._held_back: OrderedDict[str, int] = OrderedDict()
+        """By request, the blocks of its chain whose use is counted when it ends."""
+        self._touched: dict[str, Sequence[OffloadKey]] = {}
+        """Chains, by request, that were touched since the last ``write``."""
+
+    # Requests.
+
+    def touch(
+        self, keys: Sequence[OffloadKey], chain: Sequence[OffloadKey] | None, found: Slots, context: ReqContext | None
+    ) -> None:
+        """A request uses ``keys``: its ``chain``, if that is None. ``found``: their slots in the host, -1 for blocks
+        that it lacks."""
+        is_held_back = False
+        # With states, a request's chain has other keys at its end than at its begin.
+        if chain is None and context is not None:
+            self._held_back.pop(context.req_id, None)
+            is_held_back = bool(found.size) and found.min() >= 0
+            if is_held_back:
+                self._held_back[context.req_id] = len(found)
+                if len(self._held_back) > MAX_REQUESTS:
+                    self._held_back.popitem(last=False)
+        chain = keys if chain is None else chain
+        for tier in self._tiers:
+            if tier.can_read or tier.takes_chains:
+                if tier.writes.admission is not None:
+                    tier.writes.admission.count(chain, context)
+                if not is_held_back:
+                    tier.tier.touch(keys)
+        if is_held_back or _ends_session(context):
+            return
+        if context is not None and context.may_wait and (found < 0).all():
+            self._touched[context.req_id] = chain
+        else:
+            self._offer(chain, None if context is None else context.req_id)
+
+    def end_chain(
+        self,
+        keys: Sequence[OffloadKey],
+        stored: Collection[OffloadKey],
+        context: ReqContext | None,
+        chain: Sequence[OffloadKey],
+    ) -> None:
+        """A request has ended, see ``OffloadingManager.end_chain``."""
+        request, num_held_back = None, 0
+        if context is not None:
+            request = context.req_id
+            num_held_back = self._held_back.pop(request, 0)
+            self._touched.pop(request, None)
+        head, tail = keys[:num_held_back], keys[num_held_back:]
+        for tier in self._tiers:
+            if tier.can_read or tier.takes_chains:
+                if tail:
+                    tier.tier.touch(tail, stored)
+                if head:
+                    tier.tier.touch(head)
+            promised = tier.writes.promised.deadlines.keys()
+            if tier.takes_chains and (not _ends_session(context) or not promised.isdisjoint(chain)):
+                tier.writes.offer(chain, request, is_whole=True)
+
+    def begin_wait(self, wait: Wait) -> None:
+        """A request waits for blocks, which may be all of its chain."""
+        wait.chain = self._touched.pop(wait.context.req_id, wait.chain)
+
+    def end_wait(self, wait: Wait) -> None:
+        """A request waits no more."""
+        for tier in self._tiers if wait.chain else ():
+            if tier.takes_chains and len(wait.promoted.get(tier.name, ())) < len(wait.chain):
+                tier.writes.offer(wait.chain, wait.context.req_id, is_whole=False)
+
+    def _offer(self, chain: Sequence[OffloadKey], request: str | None) -> None:
+        for tier in self._tiers:
+            if tier.takes_chains:
+                tier.writes.offer(chain, request, is_whole=False)
+
+    def write(self) -> None:
+        """Offers the chains that were touched, and begins to write as many blocks as there is room for."""
+        if self._touched:
+            for request, chain in self._touched.items():
+                self._offer(chain, request)
+            self._touched.clear()
+        for tier in self._tiers:
+            if tier.writes.backlog.is_ready:
+                tier.write(self.max_writing - len(tier.writes.writing), self._clock())
+
+    def clear_chains(self) -> None:
+        self._touched.clear()
+        for tier in self._tiers:
+            tier.writes.clear()
+
+    # Steps.
 
     def poll(self) -> bool:
         """Does what there is to do now. Returns whether a lookup may have another result now."""
@@ -66,20 +167,19 @@ class TierSteps:
             if tier.tier.fault is not None:
                 self.switch_off(tier, tier.tier.fault)
         changed |= self._waits.poll(may_take_back=not changed)
-        self._chains.write()
+        self.write()
         return changed | self.may_change
 
     def _take_in(self, tier: TierState, results: Sequence[TierResult]) -> bool:
         """Takes in transfers of a tier that have ended. Returns whether there were reads."""
         reads, writes = by_direction(results)
         if writes.keys:
-            tier.end_writes(writes, self._clock())
+            tier.writes.ended(writes)
+            tier.write_health.ended(writes, self._clock())
             if not self.on_device.isdisjoint(writes.keys):
                 self.note_device([key for key in writes.keys if key in self.on_device])
         if reads.keys:
             self._waits.end_reads(tier, reads)
-            if tier.index:
-                self._origins.arrived((result.key for result in reads.results if result.ok), tier.index)
         for ended, health in ((writes, tier.write_health), (reads, tier.read_health)):
             health.judge(ended, self._clock())
             if self.moved is not None:
@@ -128,3 +228,8 @@ class TierSteps:
             tier.writes.clear()
             self._waits.abandon(tier)
             self.may_change = True
+
+
+def _ends_session(context: ReqContext | None) -> bool:
+    """Whether the request is the last of its session, so that its blocks are not worth writing."""
+    return context is not None and context.hints is not None and context.hints.drop

@@ -3,7 +3,7 @@ until it has."""
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from itertools import compress, takewhile
 from typing import TYPE_CHECKING
@@ -12,9 +12,7 @@ import numpy as np
 
 from kvoffload.abc import HandedOver, Hints, IntegrityError, OffloadKey, Retained, RetainRefusal, Tier
 from kvoffload.abc.tier import HIT
-from kvoffload.cache.keys import NAMESPACE_BYTES
 from kvoffload.cache.manager import PolicyOffloadingManager
-from kvoffload.cache.tenants import Tenants
 
 if TYPE_CHECKING:
     from kvoffload.tiering.health import TierState
@@ -27,29 +25,13 @@ _NOT_PINNED = -1
 
 
 class UnwrittenPins:
-    """Pins blocks in ``host`` until the tiers to which they were promised have them, see PromisedBlocks.
+    """Pins blocks in ``host`` until the tiers to which they were promised have them, see PromisedBlocks."""
 
-    Of ``tenants``, each that may have blocks retained in ``tiers`` may have an equal part of them; if a tier is shared,
-    all others have such a part together, for what they hand over.
-    """
-
-    def __init__(
-        self,
-        host: PolicyOffloadingManager,
-        tiers: Sequence[Tier],
-        clock: Callable[[], float],
-        tenants: Tenants | None = None,
-    ) -> None:
+    def __init__(self, host: PolicyOffloadingManager, tiers: Sequence[Tier], clock: Callable[[], float]) -> None:
         self._host = host
-        self._tenants = tenants
-        self._retaining = {None} if tenants is None else {*tenants.retaining([tier.name for tier in tiers])}
         self.most = max(1, int(host.num_blocks * UNWRITTEN_SHARE))
-        has_others = any(tier.is_shared for tier in tiers) and None not in self._retaining
-        self._most_each = max(1, self.most // max(1, len(self._retaining) + has_others))
         self.slots: dict[OffloadKey, int] = {}
         """Host slots, read only for others; _NOT_PINNED while a block is being copied to the host."""
-        self._num_of: Counter[str | None] = Counter()
-        """Blocks by tenant; None: of all that may have nothing retained."""
         self.of_tiers = [PromisedBlocks(self, tier, clock) for tier in tiers]
 
     def retain_below(
@@ -66,10 +48,9 @@ class UnwrittenPins:
         answer = in_host
         for tier in asked if in_host.refusal not in (None, RetainRefusal.NOTHING) else ():
             lacking = _lacking(tier, keys)
-            may_wait = tier.takes_chains and lacking and len(self.with_room(lacking)) == len(lacking)
+            may_wait = tier.takes_chains and self.num_with_room(lacking) == len(lacking)
             refusal: RetainRefusal | None = RetainRefusal.NOT_WRITTEN
-            # A tenant without a quota for retention gets that answer.
-            if not lacking or may_wait or self._tenant(lacking[0]) not in self._retaining:
+            if not lacking or may_wait:
                 refusal = tier.tier.retain(keys, hints.session, hints.retain_s)
             if refusal is None:
                 self.of_tiers[tier.index].add(lacking)
@@ -85,7 +66,7 @@ class UnwrittenPins:
         for tier in tiers:
             if tier.tier.is_shared and tier.takes_chains and tier.tier.stats().capacity_bytes != 0:
                 lacking = _lacking(tier, keys)
-                num_waiting = len(self.with_room(lacking)) if lacking else 0
+                num_waiting = self.num_with_room(lacking)
                 if num_waiting < len(lacking):
                     most = max(most, keys.index(lacking[num_waiting]))
                 else:
@@ -93,28 +74,12 @@ class UnwrittenPins:
                     self.of_tiers[tier.index].add(lacking)
         return HandedOver(places, most)
 
-    def with_room(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
-        """Returns the head of ``keys``, which are distinct and of one chain, that may be added. Those that wait already
-        count once."""
-        room = min(self.most - len(self.slots), self._most_each - self._num_of[self._tenant(keys[0])])
-        for i, key in enumerate(keys):
-            if key not in self.slots:
-                if room <= 0:
-                    return keys[:i]
-                room -= 1
-        return keys
-
-    def _tenant(self, key: OffloadKey) -> str | None:
-        label = None if self._tenants is None else self._tenants.label_of(key[:NAMESPACE_BYTES])
-        return label if label in self._retaining else None
-
-    def add(self, keys: Collection[OffloadKey]) -> None:
-        """Pins ``keys``, for which there is room, as soon as they are ready in the host."""
-        for key in keys:
-            if key not in self.slots:
-                self.slots[key] = _NOT_PINNED
-                self._num_of[self._tenant(key)] += 1
-        self.entered(keys)
+    def num_with_room(self, keys: Sequence[OffloadKey]) -> int:
+        """Returns how many of ``keys``, which are distinct, may be added, from the first one on. Those that wait
+        already count once."""
+        new = [i for i, key in enumerate(keys) if key not in self.slots]
+        room = self.most - len(self.slots)
+        return new[room] if room < len(new) else len(keys)
 
     def entered(self, keys: Collection[OffloadKey]) -> None:
         """Takes note of blocks that became ready in the host."""
@@ -127,18 +92,15 @@ class UnwrittenPins:
     def release(self, keys: Collection[OffloadKey]) -> None:
         """Unpins those of ``keys`` for which no tier waits any more."""
         over = [key for key in keys if not any(key in promised.deadlines for promised in self.of_tiers)]
-        for key in over:
-            self._num_of[self._tenant(key)] -= 1
         if slots := [slot for slot in map(self.slots.pop, over) if slot != _NOT_PINNED]:
             self._host.complete_load(self._host.lease(slots))
 
     def check_integrity(self) -> None:
         """Raises IntegrityError if more blocks are pinned than may be, or no tier waits for them."""
         waiting = {key for promised in self.of_tiers for key in promised.deadlines}
-        num_of = Counter(map(self._tenant, self.slots))
-        if self.slots.keys() != waiting or +self._num_of != num_of:
-            raise IntegrityError("blocks are pinned for writing for ever, or miscounted")
-        if len(self.slots) > self.most or max(num_of.values(), default=0) > self._most_each:
+        if self.slots.keys() != waiting:
+            raise IntegrityError("blocks are pinned for writing for ever")
+        if len(self.slots) > self.most:
             raise IntegrityError("more blocks are pinned for writing than may be")
 
 
@@ -157,12 +119,13 @@ class PromisedBlocks:
         """Read only for others. The first to end first."""
 
     def add(self, keys: Collection[OffloadKey]) -> None:
-        """The tier is promised ``keys`` from now on; see ``UnwrittenPins.with_room``."""
+        """The tier is promised ``keys`` from now on; see ``UnwrittenPins.num_with_room``."""
         deadline = self._clock() + WRITE_WITHIN_S
         for key in keys:
             self.deadlines[key] = deadline
             self.deadlines.move_to_end(key)
-        self._pins.add(keys)
+            self._pins.slots.setdefault(key, _NOT_PINNED)
+        self._pins.entered(keys)
 
     def written(self, keys: Collection[OffloadKey]) -> None:
         """The tier has ``keys`` now."""

@@ -1,24 +1,25 @@
-"""What each request waits for from lower tiers, until when, and what is pinned for it because it has arrived."""
+"""What each request waits for from lower tiers, until when, which of it is read next, and what is pinned for it because
+it has arrived."""
 
 from __future__ import annotations
 
-import enum
 import itertools
 import math
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from bisect import bisect_left
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvoffload.abc import IntegrityError, LoadStoreSpec, MissReason, OffloadKey, ReqContext, Slots, TierError
+from kvoffload.abc.tier import HIT, RETRY
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.misses import MissMemory
-from kvoffload.tiering.events import Count
 from kvoffload.tiering.rates import Ended
-from kvoffload.tiering.reads import Reads
 
 if TYPE_CHECKING:
     from kvoffload.tiering.health import TierState
@@ -28,27 +29,22 @@ PROMOTION_SHARE = 0.5
 """
 MAX_WAITS = 4096
 """Requests with a Wait. Above this limit, requests use only host memory."""
-
-
-class WaitState(enum.Enum):
-    """What a request that was looked up in lower tiers waits for."""
-
-    ASKING = enum.auto()
-    """Tiers are asked: what further lookups of this step find there is added to what it waits for."""
-    QUEUED = enum.auto()
-    """Some of its blocks are to be read when there is room; a tier may have lost them since they were found."""
-    READING = enum.auto()
-    """All blocks that it waits for are being read."""
-    READY = enum.auto()
-    """It waits for nothing: what has arrived is pinned."""
-    GIVEN_UP = enum.auto()
-    """Its deadline has passed. Its lookups are answered from host memory until the step after the next one."""
+FAILED = {
+    TierError.CORRUPT: (MissReason.CORRUPT, "bad_blocks"),
+    # Others have evicted it since the lookup, or this process has deleted it.
+    TierError.GONE: (MissReason.EVICTED, ""),
+}
+READ_FAILED = (MissReason.READ_FAILED, "read_failures")
+"""Why a block that could not be read is missing, and what is counted."""
+MAX_READS = 1024
+"""Maximum number of blocks that are read from one tier at a time."""
 
 
 @dataclass(slots=True, eq=False)
 class Wait:
     """The blocks of one request that come from lower tiers: ``wanted`` are to be read, ``reading`` are under way,
-    ``pinned`` have arrived and cannot be evicted. It waits for ``wanted`` and ``reading``."""
+    ``pinned`` have arrived and cannot be evicted. It waits for ``wanted`` and ``reading``; what further lookups of the
+    step ``asked_in`` find is added. A tier may lose what is wanted."""
 
     context: ReqContext
     number: int
@@ -73,12 +69,8 @@ class Wait:
     def is_waiting(self) -> bool:
         return bool(self.wanted or self.reading)
 
-    def state(self, step: int) -> WaitState:
-        if self.wanted or self.reading:
-            if self.asked_in == step:
-                return WaitState.ASKING
-            return WaitState.QUEUED if self.wanted else WaitState.READING
-        return WaitState.GIVEN_UP if self.host_only_until >= step else WaitState.READY
+
+_number = attrgetter("number")
 
 
 @dataclass(slots=True, eq=False)
@@ -92,6 +84,154 @@ class ReadBatch:
     is_overdue: bool = False
     """The read was under way when the tier's reads hung. No request waits for it, and its host slots are not free
     until the tier reports it."""
+
+
+class Reads:
+    """Gives ``tiers`` what requests wait for to read into slots of ``host``. A request waits for ``deadline_s``;
+    ``counts`` has the counters of METRICS, by name."""
+
+    def __init__(
+        self,
+        host: PolicyOffloadingManager,
+        tiers: Sequence[TierState],
+        deadline_s: float,
+        counts: defaultdict[str, float],
+    ) -> None:
+        self._host = host
+        self._tiers = tiers
+        self._deadline_s = deadline_s
+        self._counts = counts
+        self.queue: list[Wait] = []
+        """The waits with blocks that are to be read, the oldest first. Read only for others."""
+        self.num_queued = [0] * len(tiers)
+        """By tier, how many blocks these are."""
+
+    # The queue.
+
+    def put(self, wait: Wait, wanted: dict[OffloadKey, int]) -> None:
+        """Replaces the blocks that are to be read for ``wait``."""
+        if not wanted and not wait.wanted:
+            return
+        at = bisect_left(self.queue, wait.number, key=_number)
+        if not wanted:
+            del self.queue[at]
+        elif not wait.wanted:
+            self.queue.insert(at, wait)
+        before, after = list(wait.wanted.values()), list(wanted.values())
+        for tier in range(len(self._tiers)):
+            self.num_queued[tier] += after.count(tier) - before.count(tier)
+        wait.wanted = wanted
+
+    def join(self, wait: Wait, wanted: dict[OffloadKey, int]) -> dict[OffloadKey, int]:
+        """Makes ``wait`` wait for those of ``wanted`` that are being read already. Returns the others."""
+        for tier in self._tiers:
+            if tier.reads and (shared := tier.reads.keys() & wanted.keys()):
+                for key in shared:
+                    batch = tier.reads[key]
+                    if not batch.is_overdue:
+                        batch.waits[wait] = None
+                        wait.reading.add(key)
+                wanted = {key: source for key, source in wanted.items() if key not in shared}
+        return wanted
+
+    # Reading.
+
+    def room(self, most: int) -> int:
+        """Returns for how many more blocks the host has room now, if ``most`` may be under way."""
+        return min(most - sum([len(tier.reads) for tier in self._tiers]), self._host.num_available_blocks)
+
+    def begin(self, most: int, step: int, now: float) -> bool:
+        """Begins to read what is queued, while at most ``most`` blocks are under way. Returns whether anything was
+        begun. A tier may have lost what was found before ``step``."""
+        has_begun, allowed = False, [self._num_in_time(tier) for tier in self._tiers]
+        for wait in self.queue.copy():
+            room = self.room(most)
+            if room <= 0 or not any(n > 0 < queued for n, queued in zip(allowed, self.num_queued, strict=True)):
+                break
+            has_begun |= self._read(wait, room, allowed, wait.asked_in == step, now)
+        return has_begun
+
+    def _num_in_time(self, tier: TierState) -> int:
+        """Returns how many more blocks the tier can read within the deadline. Blocks of a tier that is not read are
+        looked up in others."""
+        if not tier.can_read:
+            return MAX_READS
+        return tier.estimator.num_blocks_within(self._deadline_s, MAX_READS) - tier.num_reading
+
+    def _read(self, wait: Wait, room: int, allowed: list[int], is_new: bool, now: float) -> bool:
+        """Begins to read the next blocks of ``wait``, at most ``room``, and ``allowed`` of each tier, which become
+        fewer. Returns False if nothing has happened."""
+        room = min(room, self._host.room.num_storable(next(iter(wait.wanted))))
+        blocks, later = _split(wait.wanted, room, allowed)
+        if not blocks:
+            return False
+        blocks = self.join(wait, blocks)
+        if not is_new:
+            # Then no block is evicted for what a tier has lost.
+            blocks = self._readable(blocks)
+        output = self._host.allocate(list(blocks))
+        if output is None:
+            self.put(wait, blocks | later)
+            return False
+        self._counts["evicted_blocks"] += len(output.evicted_keys)
+        slots = dict(zip(output.keys_to_store, output.store_spec.slots.tolist(), strict=True))
+        for tier in self._tiers:
+            mine = {key: slot for key, slot in slots.items() if blocks[key] == tier.index}
+            if mine and tier.can_read:
+                taken = tier.tier.read(list(mine), np.fromiter(mine.values(), np.int64, len(mine)))
+                tier.begin_reads({key: slots.pop(key) for key in taken}, (wait,), now)
+                wait.reading.update(taken)
+                allowed[tier.index] -= len(taken)
+        if slots:
+            # Those that some tier still has are tried again.
+            self._host.take_back(self._host.lease(slots.values()))
+            later = self._readable(slots) | later
+        self.put(wait, later)
+        return True
+
+    def _readable(self, keys: Iterable[OffloadKey]) -> dict[OffloadKey, int]:
+        """Returns those of ``keys`` that some tier can read now, with the fastest that can."""
+        sources = dict.fromkeys(keys, -1)
+        for tier in self._tiers:
+            left = [key for key, source in sources.items() if source < 0] if tier.can_read else []
+            for i in np.flatnonzero(tier.tier.contains(left) == HIT).tolist() if left else ():
+                sources[left[i]] = tier.index
+        return {key: source for key, source in sources.items() if source >= 0}
+
+    def probe(self, tier: TierState, most: int, now: float) -> bool:
+        """Reads a block for no request from a tier that was paused, to see whether it works again, if there is room
+        for it."""
+        key = tier.probe
+        if key is None or not tier.read_health.may_test:
+            tier.probe = None
+            return False
+        state = tier.tier.contains([key])[0]
+        if state == RETRY and not tier.questions.find_late([key], now)[0][0]:
+            return False
+        tier.probe = None
+        if state == RETRY:
+            tier.read_health.lookups_failed(1, now)
+        if state != HIT or most <= sum([len(tier.reads) for tier in self._tiers]):
+            return False
+        output = self._host.allocate([key])
+        if output is None or not output.keys_to_store:
+            return False
+        self._counts["evicted_blocks"] += len(output.evicted_keys)
+        slots = output.store_spec.slots
+        if not tier.tier.read([key], slots):
+            self._host.take_back(output.store_spec)
+            return False
+        tier.read_health.begin_test(key)
+        tier.begin_reads({key: int(slots[0])}, (), now)
+        return True
+
+    def check_integrity(self, waits: Collection[Wait]) -> None:
+        """Raises IntegrityError if these are not those of ``waits`` that have blocks to be read."""
+        if self.queue != sorted((wait for wait in waits if wait.wanted), key=_number):
+            raise IntegrityError("the queue of reads lacks a wait, has one that wants nothing, or is not in order")
+        sources = [source for wait in self.queue for source in wait.wanted.values()]
+        if self.num_queued != [sources.count(tier) for tier in range(len(self._tiers))]:
+            raise IntegrityError("the blocks that are to be read are miscounted")
 
 
 class Waits:
@@ -108,7 +248,7 @@ class Waits:
         host: PolicyOffloadingManager,
         tiers: Sequence[TierState],
         deadline_s: float,
-        count: Count,
+        counts: defaultdict[str, float],
         reasons: MissMemory,
         clock: Callable[[], float],
     ) -> None:
@@ -116,11 +256,11 @@ class Waits:
         """Blocks that may be under way or pinned."""
         self.step = 0
         """Grows with each ``poll``."""
-        self.reads = Reads(host, tiers, deadline_s, count)
+        self.reads = Reads(host, tiers, deadline_s, counts)
         self._host = host
         self._tiers = tiers
         self._deadline_s = deadline_s
-        self._count = count
+        self._counts = counts
         self._reasons = reasons
         self._clock = clock
         self._by_request: dict[str, Wait] = {}
@@ -149,8 +289,8 @@ class Waits:
         return self._by_request.get(context.req_id)
 
     def may_ask(self, wait: Wait | None) -> bool:
-        """Returns whether tiers are asked for a request that waits for nothing, or is ASKING. If not, it is answered
-        from host memory in this step."""
+        """Returns whether tiers are asked for a request that waits for nothing, or was looked up in this step already.
+        If not, it is answered from host memory in this step."""
         if wait is None:
             return len(self._by_request) < MAX_WAITS
         if wait.host_only_until < self.step:
@@ -202,7 +342,7 @@ class Waits:
         """Ends the waits for blocks of a tier that is no longer used, and of all requests with blocks that are still to
         be read: they look these up again."""
         for wait in self.waiting_for(tier):
-            self._count("late_promotions", 1)
+            self._counts["late_promotions"] += 1
             self._reasons.record([key for key in wait.reading if key in tier.reads], MissReason.NOT_IN_TIME)
             wait.reading.difference_update(tier.reads)
         for wait in self.reads.queue.copy():
@@ -234,7 +374,7 @@ class Waits:
         while self._begun and now - next(iter(self._begun.values())) >= self._deadline_s:
             wait, _ = self._begun.popitem(last=False)
             if wait.is_waiting:
-                self._count("late_promotions", 1)
+                self._counts["late_promotions"] += 1
                 self._reasons.record([*wait.reading, *wait.wanted], MissReason.NOT_IN_TIME)
                 self.end(wait)
                 wait.host_only_until = math.inf
@@ -266,7 +406,7 @@ class Waits:
                 self._explain_failures(tier, ended)
             if good:
                 self._host.complete_store(self._host.lease(good.values()))
-                self._count("promoted_blocks", len(good))
+                self._counts["promoted_blocks"] += len(good)
                 for other in self._tiers:
                     other.writes.stored(good.keys())
             for wait in batch.waits:
@@ -278,20 +418,13 @@ class Waits:
                     self._pin(wait, arrived, tier.name, now)
 
     def _explain_failures(self, tier: TierState, ended: Ended) -> None:
-        errors = dict(zip(ended.keys, ended.errors, strict=True))
-        corrupt = [key for key, error in errors.items() if error is TierError.CORRUPT]
-        # Others have evicted it since the lookup, or this process has deleted it.
-        gone = [key for key, error in errors.items() if error is TierError.GONE]
-        unread = [key for key, error in errors.items() if error not in (None, TierError.CORRUPT, TierError.GONE)]
-        tier.writes.note_lost(len(corrupt) + len(gone) + len(unread))
-        tier.count("bad_blocks", len(corrupt))
-        tier.count("read_failures", len(unread))
-        for keys, reason in (
-            (corrupt, MissReason.CORRUPT),
-            (gone, MissReason.EVICTED),
-            (unread, MissReason.READ_FAILED),
-        ):
-            self._reasons.record(keys, reason)
+        for key, error in zip(ended.keys, ended.errors, strict=True):
+            if error is not None:
+                reason, counter = FAILED.get(error, READ_FAILED)
+                tier.writes.note_lost(1)
+                self._reasons.record([key], reason)
+                if counter:
+                    tier.count(counter, 1)
 
     # Pins.
 
@@ -362,3 +495,20 @@ class Waits:
         if self._num_pinned + sum(len(tier.reads) for tier in self._tiers) > self.max_blocks:
             raise IntegrityError("more blocks were promoted than PROMOTION_SHARE allows")
         self.reads.check_integrity(waits)
+
+
+def _split(
+    wanted: dict[OffloadKey, int], room: int, allowed: Sequence[int]
+) -> tuple[dict[OffloadKey, int], dict[OffloadKey, int]]:
+    """Returns the next blocks to read, at most ``room``, and at most ``allowed`` of each tier; and the others."""
+    if len(wanted) <= min(room, *allowed):
+        return wanted, {}
+    sources, left, blocks = list(wanted.values()), list(allowed), dict[OffloadKey, int]()
+    most = min(room, sum(min(max(0, n), sources.count(tier)) for tier, n in enumerate(allowed)))
+    for key, tier in wanted.items():
+        if len(blocks) == most:
+            break
+        if left[tier] > 0:
+            left[tier] -= 1
+            blocks[key] = tier
+    return blocks, {key: tier for key, tier in wanted.items() if key not in blocks}

@@ -4,28 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, KeysView, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
-from kvoffload.abc import (
-    Admission,
-    IntegrityError,
-    KVGroup,
-    MissReason,
-    OffloadKey,
-    ReqContext,
-    Tier,
-    TierError,
-)
+from kvoffload.abc import Admission, IntegrityError, KVGroup, MissReason, OffloadKey, Tier, TierError
 from kvoffload.abc.tier import HIT, MISS, PENDING
 from kvoffload.cache.manager import PolicyOffloadingManager
-from kvoffload.tiering.chains import BACKLOG_SHARE, Backlog, Chain, ChainState, WriteLog, WriteOutcome
-from kvoffload.tiering.events import Count
+from kvoffload.tiering.chains import Backlog, Chain, ChainState, TierBlocks, WriteLog, WriteOutcome
 from kvoffload.tiering.plan import Bools, ChainLayout, WritePlan, plan_writes
 from kvoffload.tiering.rates import Ended
-from kvoffload.tiering.tier_blocks import TierBlocks
 from kvoffload.tiering.unwritten import PromisedBlocks
 
 MAX_REWRITES = 1
@@ -76,52 +64,6 @@ class Pace:
         return gives_up
 
 
-@dataclass(frozen=True, slots=True)
-class WriteSettings:
-    """Which blocks are written to one tier."""
-
-    groups: Sequence[KVGroup]
-    """The KV cache groups that keys name."""
-    admission: Admission | None = None
-    """Only leading blocks of a chain that it accepts are written. None: it accepts all."""
-    is_worth: Callable[[Sequence[OffloadKey]], Bools] | None = None
-    """Returns which blocks are worth writing to this tier. None: all are."""
-    backlog_share: float = BACKLOG_SHARE
-    """Keys in the backlog, as a multiple of the host's blocks."""
-
-
-class ChainLimits:
-    """How much of a chain ``tier`` is given: what it has room for, since the tail of a longer chain would evict its
-    head, and what the ``admission`` accepts, since nothing behind could be found. None accepts all."""
-
-    def __init__(self, tier: Tier, layout: ChainLayout, admission: Admission | None) -> None:
-        self.admission = admission
-        self._tier = tier
-        self._layout = layout
-
-    def num_units(self, by_group: Sequence[Sequence[OffloadKey]]) -> int:
-        """Returns how many leading units of a chain the tier may be given."""
-        layout = self._layout
-        num_units = layout.num_units(by_group)
-        most_blocks = self._tier.most_blocks(by_group[0][0]) if num_units else None
-        if most_blocks is not None:
-            num_units = min(num_units, max(0, most_blocks - layout.num_states) // layout.kv_blocks_per_unit)
-        if self.admission is not None:
-            for keys, per_unit in zip(by_group, layout.blocks_per_unit, strict=True):
-                accepted = self.admission.accepts(keys[: num_units * per_unit])
-                if not all(accepted):
-                    num_units = accepted.index(False) // per_unit
-        return num_units
-
-    def num_promised(self, by_group: Sequence[Sequence[OffloadKey]], promised: Collection[OffloadKey]) -> int:
-        """Returns how many leading units of a chain have all of ``promised``."""
-        num_units = 0
-        for keys, per_unit in zip(by_group, self._layout.blocks_per_unit, strict=True):
-            last = next((i for i in range(len(keys) - 1, -1, -1) if keys[i] in promised), -1)
-            num_units = max(num_units, last // per_unit + 1)
-        return min(num_units, self._layout.num_units(by_group))
-
-
 class WriteThrough:
     """Writes to ``tier`` the blocks that it lacks of chains that requests touch or store. Their bytes come from
     ``host``.
@@ -136,31 +78,34 @@ class WriteThrough:
     Chains with blocks of ``promised``, which the tier has promised to retain, are written first and up to the last of
     these, whatever the admission says. If that fails they are written again until ``promised`` ends.
 
-    ``count`` takes the counters ``tier_NAME`` of METRICS, by NAME.
+    ``admission``: only leading blocks of a chain that it accepts are written; None accepts all. ``backlog_share``: keys
+    in the backlog, as a multiple of the host's blocks. ``count`` takes the counters ``tier_NAME`` of METRICS, by NAME.
     """
 
     def __init__(
         self,
         host: PolicyOffloadingManager,
         tier: Tier,
-        settings: WriteSettings,
+        groups: Sequence[KVGroup],
+        backlog_share: float,
+        admission: Admission | None,
         promised: PromisedBlocks,
-        count: Count,
+        count: Callable[[str, float], None],
         clock: Callable[[], float],
     ) -> None:
         self._host = host
         self._tier = tier
-        self._promised = promised
-        self._layout = ChainLayout(settings.groups)
+        self.promised = promised
+        self._layout = ChainLayout(groups)
         self._count = count
         self._clock = clock
-        self._limits = ChainLimits(tier, self._layout, settings.admission)
-        self._blocks = TierBlocks(host, tier, self._layout, settings.is_worth, promised.deadlines)
+        self.admission = admission
+        self._blocks = TierBlocks(host, tier, self._layout)
         self.writing: KeysView[OffloadKey] = self._blocks.history_of.keys()
         """Blocks that the tier has not reported yet, each with a pin in the host."""
         # Chains name a state for every unit; hardly any of them exist.
         keys_per_block = sum(self._layout.blocks_per_unit) / self._layout.kv_blocks_per_unit
-        self.backlog = Backlog(max(1, int(host.num_blocks * settings.backlog_share * keys_per_block)))
+        self.backlog = Backlog(max(1, int(host.num_blocks * backlog_share * keys_per_block)))
         self._pace = Pace()
 
     # State.
@@ -168,7 +113,7 @@ class WriteThrough:
     @property
     def is_busy(self) -> bool:
         """Whether there is a backlog, or promised blocks are being written, and the tier makes progress."""
-        urgent = (self.backlog.awaited, self._promised.deadlines)
+        urgent = (self.backlog.awaited, self.promised.deadlines)
         has_work = self.backlog.is_ready or not all(map(self.writing.isdisjoint, urgent))
         return has_work and self._pace.is_patient(self._clock())
 
@@ -180,8 +125,8 @@ class WriteThrough:
     def is_done(self, keys: Sequence[OffloadKey]) -> Bools:
         """Returns which of ``keys`` the tier holds, or will not be given."""
         done: Bools = self._tier.contains(keys) == HIT
-        if self._limits.admission is not None and not done.all():
-            done |= ~np.array(self._limits.admission.accepts(keys), dtype=np.bool_)
+        if self.admission is not None and not done.all():
+            done |= ~np.array(self.admission.accepts(keys), dtype=np.bool_)
         return done
 
     def may_write(self, keys: Sequence[OffloadKey], request: str) -> bool:
@@ -198,15 +143,6 @@ class WriteThrough:
 
     # What happens elsewhere.
 
-    def count_request(self, keys: Sequence[OffloadKey], req_context: ReqContext | None) -> None:
-        """Tells the admission that a request asks for ``keys``."""
-        if self._limits.admission is not None:
-            self._limits.admission.count(keys, req_context)
-
-    def owes(self, keys: Sequence[OffloadKey]) -> bool:
-        """Returns whether the tier was promised some of ``keys`` and has not got them."""
-        return not self._promised.deadlines.keys().isdisjoint(keys)
-
     def offer(self, keys: Sequence[OffloadKey], request: str | None, is_whole: bool) -> None:
         """Adds ``keys``, the chain of ``request``, to the backlog: head first, the groups merged by the position at
         which blocks end. It takes the place of the chain that was offered for the same request before. If the tier
@@ -222,10 +158,10 @@ class WriteThrough:
             self.backlog.move(before, ChainState.GONE)
         keys = list(keys)
         by_group = self._layout.split(keys)
-        num_units, waiting = self._limits.num_units(by_group), self._promised.deadlines
+        num_units, waiting = most_units(self._tier, self._layout, self.admission, by_group), self.promised.deadlines
         promised = [key for key in keys if key in waiting] if waiting else []
         if promised:
-            num_units = max(num_units, self._limits.num_promised(by_group, waiting))
+            num_units = max(num_units, promised_units(self._layout, by_group, waiting))
         if num_units == 0:
             return
         chain = Chain(keys, by_group, num_units, is_whole, request, history)
@@ -245,21 +181,16 @@ class WriteThrough:
 
     def expire(self) -> None:
         """Gives up promised blocks that were not written in time."""
-        self._give_up(self._promised.late())
+        self._give_up(self.promised.late())
 
     def _give_up(self, keys: Collection[OffloadKey]) -> None:
         self.backlog.settle(keys)
-        self._promised.give_up(keys)
+        self.promised.give_up(keys)
 
     def stored(self, keys: Collection[OffloadKey]) -> None:
         """Called when ``keys`` have become ready in the host."""
         if self.backlog.wake(keys):
             self._pace.progress_at = self._clock()
-
-    def store_failed(self) -> None:
-        """Plans all chains that wait for a block again, because blocks that were to become ready in the host have
-        vanished."""
-        self.stored(list(self.backlog.awaited))
 
     def note_lost(self, num_blocks: int) -> None:
         """Notes that the tier has lost blocks that could not be read."""
@@ -269,14 +200,14 @@ class WriteThrough:
         """Empties the backlog. Writes in progress continue, but belong to no chain. Gives up what is promised."""
         for chain in list(self.backlog):
             self.backlog.move(chain, ChainState.GONE)
-        self._promised.give_up(list(self._promised.deadlines))
+        self.promised.give_up(list(self.promised.deadlines))
         for history in self._blocks.history_of.values():
             history.chain = None
 
     def close(self) -> None:
         """Called when the tier is closed: it reports no more writes."""
         self.clear()
-        self._blocks.end_all()
+        self._blocks.end(list(self.writing))
 
     # Writing.
 
@@ -325,10 +256,10 @@ class WriteThrough:
         self._pace.progressed(self._clock())
         _count_results(writes, self._count)
         histories = self._blocks.end(writes.keys)
-        if self._promised.deadlines:
+        if self.promised.deadlines:
             # The tier keeps what is promised of these from now on.
             self.backlog.settle(writes.good.keys)
-            self._promised.written(writes.good.keys)
+            self.promised.written(writes.good.keys)
         failed: dict[WriteLog, bool] = {}
         """The requests of which writes have failed, and whether that was a failure of the tier."""
         if not writes.all_ok or 0 in writes.nbytes:
@@ -422,7 +353,36 @@ class WriteThrough:
                         raise IntegrityError("a chain is written behind a hole")
 
 
-def _count_results(writes: Ended, count: Count) -> None:
+def most_units(
+    tier: Tier, layout: ChainLayout, admission: Admission | None, by_group: Sequence[Sequence[OffloadKey]]
+) -> int:
+    """Returns how many leading units of a chain ``tier`` may be given: what it has room for, since the tail of a longer
+    chain would evict its head, and what the ``admission`` accepts, since nothing behind could be found. None accepts
+    all."""
+    num_units = layout.num_units(by_group)
+    most_blocks = tier.most_blocks(by_group[0][0]) if num_units else None
+    if most_blocks is not None:
+        num_units = min(num_units, max(0, most_blocks - layout.num_states) // layout.kv_blocks_per_unit)
+    if admission is not None:
+        for keys, per_unit in zip(by_group, layout.blocks_per_unit, strict=True):
+            accepted = admission.accepts(keys[: num_units * per_unit])
+            if not all(accepted):
+                num_units = accepted.index(False) // per_unit
+    return num_units
+
+
+def promised_units(
+    layout: ChainLayout, by_group: Sequence[Sequence[OffloadKey]], promised: Collection[OffloadKey]
+) -> int:
+    """Returns how many leading units of a chain have all of ``promised``."""
+    num_units = 0
+    for keys, per_unit in zip(by_group, layout.blocks_per_unit, strict=True):
+        last = next((i for i in range(len(keys) - 1, -1, -1) if keys[i] in promised), -1)
+        num_units = max(num_units, last // per_unit + 1)
+    return min(num_units, layout.num_units(by_group))
+
+
+def _count_results(writes: Ended, count: Callable[[str, float], None]) -> None:
     # Those of no bytes were held by a shared medium already.
     written = [nbytes for nbytes, error in zip(writes.nbytes, writes.errors, strict=True) if nbytes and not error]
     num_ok, num_gone = writes.errors.count(None), writes.errors.count(TierError.GONE)

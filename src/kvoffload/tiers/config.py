@@ -7,9 +7,10 @@ import difflib
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from fractions import Fraction
 from itertools import count
 from typing import Any, ClassVar
 
@@ -50,9 +51,9 @@ class TierContext:
     blocks are found again only under the same one. ``identity`` says in words what the fingerprint depends on, such
     as {"dtype": "bfloat16"}, so that a log can say in what another fingerprint differs: see ``tiers.identity``.
     ``policy``: the eviction policy. ``engine``: the index of this engine among the ``engines`` of this node that
-    share the budgets. ``groups``: the KV cache groups that keys name, none if they are not known. ``num_tokens``
-    returns how many tokens have all their KV in a number of blocks. ``shares`` returns what each tenant may take of a
-    tier of this engine with so many blocks of so many bytes; None if tenants share nothing.
+    share the budgets. ``groups``: the KV cache groups that keys name, none if they are not known. ``shares`` returns
+    what each tenant may take of a tier of this engine with so many blocks of so many bytes; None if tenants share
+    nothing.
     """
 
     pools: Sequence[ByteArray]
@@ -62,9 +63,14 @@ class TierContext:
     policy: str = "lru"
     engine: int = 0
     engines: int = 1
-    num_tokens: Callable[[int], int] = int
     groups: Sequence[KVGroup] = ()
     shares: MakeShares | None = None
+
+    def num_tokens(self, num_blocks: int) -> int:
+        """Returns how many tokens have all their KV in so many blocks; states come on top."""
+        groups = [group for group in self.groups if not group.state] or self.groups
+        per_token = sum(Fraction(1, group.block_tokens) for group in groups)
+        return int(num_blocks / per_token) if groups else num_blocks
 
 
 @dataclass(frozen=True, kw_only=True)

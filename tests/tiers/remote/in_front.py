@@ -25,7 +25,7 @@ class ServerInFront:
         self.clock = Clock()
         self.tier = RemoteTier(DirectProcess(worker).start, slot_bytes, name=name, clock=self.clock)
         self.host = PolicyOffloadingManager(HostBackend(16, num_slots), make_policy("lru", num_slots))
-        settings = TieringSettings([16.0], groups=[KVGroup(16)], load_only_if_faster=False)
+        settings = TieringSettings([KVGroup(16)], load_only_if_faster=False)
         self.manager = TieredOffloadingManager(self.host, [self.tier], settings, clock=self.clock, random=lambda: 0.0)
         self.step()
 
