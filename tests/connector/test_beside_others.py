@@ -111,7 +111,7 @@ def test_a_failed_load_that_its_request_waits_for_concerns_no_other_request() ->
     rig.step({running: 1})
     rig.half.loads_of_others_failed({4, 5})
     assert rig.step({running: 4}).stores
-    assert not rig.half.sound.is_tracking
+    assert rig.half.sound.origins is None
 
 
 @pytest.mark.parametrize("has_failed", [True, False])

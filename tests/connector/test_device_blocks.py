@@ -28,7 +28,6 @@ from kvoffload.connector.device_blocks import MAX_NAMES, DeviceBlocks
 from kvoffload.connector.layout import Block, KeyLayout
 from kvoffload.connector.leaving import LEAST_OFFERED, MAX_LEAVING_BYTES, MAX_LEAVING_S, MIN_SPEED_SAMPLE
 from kvoffload.connector.messages import StepMeta, WorkerReport
-from kvoffload.connector.request import RequestState
 from kvoffload.lab.tier import CatalogTier
 from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings
 from tests.clock import Clock
@@ -520,7 +519,7 @@ def test_the_garbage_collector_visits_no_object_per_device_block() -> None:
 
     def num_tracked(num_blocks: int) -> int:
         keys = [os.urandom(36) for _ in range(num_blocks)]
-        states = [RequestState.new(FakeRequest(str(i), []), LAYOUT, Tenants(b""), lambda key: 1) for i in range(2)]
+        states = [rig_of().half.queued.make(FakeRequest(str(i), [])) for i in range(2)]
         for i, state in enumerate(states):
             state.blocks.namespace = bytes([i])
         device = DeviceBlocks()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvoffload.connector.due import FEW_TOKENS, DueList
+from kvoffload.connector.stores import FEW_TOKENS, DueList
 from tests.connector.test_engine_model import exact_ends, silent_updates
 from tests.scale import scaled
 from tests.sim.engine import ModelEngine, Scenario

@@ -33,8 +33,7 @@ from kvoffload.connector.layout import NULL_BLOCK
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.request import Phase, RequestState, Storing
 from kvoffload.connector.stores import Due
-from kvoffload.connector.weights import WeightWatch
-from kvoffload.connector.worker import Finished, OffloadingConnectorWorker
+from kvoffload.connector.worker import Finished, OffloadingConnectorWorker, WeightWatch
 from kvoffload.transfer.follower import FollowerTransfer
 from tests.scale import scaled
 from tests.sim.engine import (

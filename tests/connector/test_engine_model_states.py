@@ -109,7 +109,7 @@ def most_ready(engine: ModelEngine, request: EngineRequest, computed: int) -> in
     keys = state.blocks.keys
     # A hit ends where every group has a name for what precedes it, also if a group needs nothing of that.
     named = min(len(each) * size for each, size in zip(keys, layout.block_tokens, strict=True))
-    most = min(state.blocks.max_tokens, request.num_tokens - 1, named)
+    most = min(state.options.max_tokens, request.num_tokens - 1, named)
     for end in range(most // layout.align * layout.align, computed, -layout.align):
         # Few states are kept, so they are asked for first.
         needed = (
@@ -300,7 +300,7 @@ def state_of_another_boundary_loaded(engine: ModelEngine) -> None:
     layout, start = scheduler.layout, scheduler.loads.start
 
     def start_from_before(state, blocks, num_tokens):  # type: ignore[no-untyped-def]
-        end, keys, status = state.computed_at_load + num_tokens, state.blocks.keys, engine.policy_manager.block_status
+        end, keys, status = state.filled.computed + num_tokens, state.blocks.keys, engine.policy_manager.block_status
         own = [keys[g][:] for g in layout.states]
         for g in layout.states:
             last, step = end // layout.block_tokens[g] - 1, layout.align // layout.block_tokens[g]

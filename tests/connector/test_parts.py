@@ -151,10 +151,8 @@ def test_tables_and_states_go_to_every_part_of_their_group() -> None:
 
 
 def test_without_parts_nothing_is_copied() -> None:
-    whole, tables, step = Parts.none(2), ([1], [2]), ScheduledStep({}, {"r": ([1], [2])})
+    whole = Parts.none(2)
     assert not whole.is_divided
-    assert whole.tables(tables) is tables
-    assert whole.step(step) is step
     pages = [PageGroup([np.zeros((2, 40), np.uint8)], 2), PageGroup([])]
     assert all(mine is given for mine, given in zip(whole.page_groups(pages), pages, strict=True))
     assert whole.last == {0, 1}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvoffload.connector import queue
+from kvoffload.connector import request as queue
 from kvoffload.connector.adapters import Adapter
 from kvoffload.tiering.prefetch import QUEUED_S
 from tests.connector.rig import FakeRequest, Rig, prompt

@@ -187,7 +187,7 @@ def test_keys_come_by_the_end_of_their_blocks(seed: int) -> None:
     groups = groups or [KVGroup(4, state=True)]
     request = FakeRequest("r", list(range(rng.randint(0, 120))), hash_tokens=1)
     layout = KeyLayout(groups, 1, lambda request, end, lookahead: str(end).encode())
-    blocks = RequestBlocks(request, layout, b"", 1 << 40, 1 << 40)
+    blocks = RequestBlocks(request, layout, b"", 1 << 40)
     blocks.extend_keys()
     boundaries = range(layout.align, 121, layout.align)
     chosen = rng.sample(boundaries, min(len(boundaries), rng.randint(0, 4)))

@@ -168,8 +168,8 @@ class AdapterDigests:
         meta.questions, self._unsent = self._unsent, {}
         for req_id in scheduled:
             state = requests.get(req_id)
-            if state is not None and state.adapter is not None and state.digests is not None:
-                meta.computes_with.setdefault(state.adapter.number, set()).add(state.digests)
+            if state is not None and state.adapter is not None and state.origin is not None:
+                meta.computes_with.setdefault(state.adapter.number, set()).add(state.origin)
 
     def take_report(self, report: WorkerReport, states: Iterable[RequestState]) -> Collection[Digests]:
         """Takes in what the workers say of adapters. Where one has changed under the same number, its requests among
@@ -183,7 +183,7 @@ class AdapterDigests:
         changed = {id(state): state for state in states if _has_changed(state, report)}
         for job in stores:
             job.failed |= any(id(state) in changed for state in job.states)
-        origins = {state.digests for state in changed.values() if state.digests is not None}
+        origins = {state.origin for state in changed.values() if state.origin is not None}
         for state in changed.values():
             state.give_up()
         return origins
@@ -222,9 +222,9 @@ class AdapterDigests:
 def _has_changed(state: RequestState, report: WorkerReport) -> bool:
     """Whether a worker has computed, or may have computed, for this request with other bytes than those that its keys
     stand for."""
-    if state.adapter is None or state.digests is None:
+    if state.adapter is None or state.origin is None:
         return False
-    return not report.adapters.get(state.adapter.number, set()) - {DROPPED} <= state.digests
+    return not report.adapters.get(state.adapter.number, set()) - {DROPPED} <= state.origin
 
 
 class AdapterChecks:

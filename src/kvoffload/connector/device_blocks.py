@@ -54,7 +54,7 @@ class DeviceBlocks:
     def hold(self, state: RequestState, blocks: Iterable[Block]) -> list[OffloadKey]:
         """Notes that the device holds these blocks of a request. Returns those that were in the same device blocks. If
         a device block has the same tokens for another tenant, it holds the block for both."""
-        all_held, latest, namespace, number = self._held, self._latest, state.blocks.namespace, state.number
+        all_held, latest, namespace, number = self._held, self._latest, state.blocks.namespace, state.observed.number
         left: list[OffloadKey] = []
         for _, ordinal, key, _, (at,) in blocks:
             if at >= len(all_held):

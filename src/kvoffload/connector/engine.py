@@ -1,10 +1,11 @@
-"""EngineSpec: what an engine says of itself to the scheduler half."""
+"""What an engine says of itself to the scheduler half, and what keeps errors from it."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from kvoffload.abc import ConfigError, Following, KVGroup
 from kvoffload.config import LARGE_BLOCKS, OTHER_LAYERS
@@ -15,6 +16,7 @@ from kvoffload.connector.parts import Parts
 
 TraceHeaders: TypeAlias = Callable[[Any], Mapping[str, str] | None]
 """Returns a request's headers with its OpenTelemetry trace, or None."""
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,3 +128,31 @@ class EngineSpec:
         value = getattr(self, name)
         if type(value) is not int or value < 1:
             raise ConfigError(name, value, "must be a whole number, at least 1")
+
+
+class Switchable(Protocol):
+    """What an engine calls, and what can be switched off."""
+
+    off: bool
+
+    def switch_off(self, where: str) -> None:
+        """Ends offloading for good, because ``where`` has failed, and logs the exception in progress."""
+
+
+def guarded(fallback: Callable[..., Any]) -> Callable[[Method], Method]:
+    """Nothing raises into the engine: an unexpected error switches the object off, and from then on ``fallback``
+    answers in the method's place. It must not raise, so it asks neither the manager nor the engine for anything."""
+
+    def decorate(method: Method) -> Method:
+        @functools.wraps(method)
+        def call(self: Switchable, *args: Any, **kwargs: Any) -> Any:
+            if not self.off:
+                try:
+                    return method(self, *args, **kwargs)
+                except Exception:
+                    self.switch_off(method.__name__)
+            return fallback(self, *args, **kwargs)
+
+        return call  # type: ignore[return-value]
+
+    return decorate

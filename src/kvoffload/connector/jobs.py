@@ -52,8 +52,8 @@ class Job:
     device_blocks: frozenset[int] = frozenset()
     """What a store reads."""
     blocks_of: Mapping[int, int] = field(default_factory=dict)
-    """How many blocks a store copies for each request, by ``RequestState.number``, in the group that records count. The
-    requests may have ended."""
+    """How many blocks a store copies for each request, which may have ended, by ``ObservedRequest.number``, in the
+    group that records count."""
     began: int = field(default_factory=time.time_ns)
     """When it was made, in nanoseconds since 1970."""
     epoch: int = 0
@@ -127,7 +127,7 @@ class JobTable:
                     firsts[block.group] = block.first_device_block
                 sizes[block.group] += len(block.device_blocks)
                 ids += block.device_blocks
-        is_described = self.observer.describes_blocks
+        is_described = self.observer.descriptions is not None
         described = [(state, block) for state, block in new if state is not None] if is_described else ()
         job = Job(True, states, lease, output.keys_to_store, described, frozenset(ids), blocks_of)
         device = DeviceSpec(np.array(ids, dtype=np.int64), tuple(sizes), tuple(firsts))
@@ -150,7 +150,7 @@ class JobTable:
             return
         keys = frozenset(job.keys)
         for state in job.states:
-            state.discard_stored(keys)
+            state.blocks.stored = [key for key in state.blocks.stored if key not in keys]
         if self.is_current(job):
             self.observer.metrics.add("store_failures")
             self.observer.warn(STORE_FAILED)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -51,8 +51,8 @@ class UpcomingStep:
     def add_load(self, job_id: int, spec: TransferSpec, state: RequestState) -> None:
         """Adds a load of the request, or a piece of it."""
         self.meta.loads[job_id] = spec
-        if state.adapter is not None and state.digests is not None:
-            self.meta.needs[job_id] = AdapterNeed(state.adapter.number, state.digests, state.adapter.is_reread)
+        if state.adapter is not None and state.origin is not None:
+            self.meta.needs[job_id] = AdapterNeed(state.adapter.number, state.origin, state.adapter.is_reread)
 
     def break_loads(self) -> list[Job]:
         """Reports the loads of the step as failed, and returns their jobs, which have ended."""
@@ -105,9 +105,10 @@ class LoadPlanner:
             except BlockNotReadyError:
                 logger.exception("kvoffload: a promised block is gone; the request computes instead")
             else:
-                state.loaded_end = state.computed_at_load + num_tokens
+                state.filled.loaded_end = state.filled.computed + num_tokens
                 self._upcoming.add_load(job_id, spec, state)
-                self._sound.add(state, spec.device.block_ids.tolist())
+                if self._sound.origins is not None:
+                    self._sound.add(state, spec.device.block_ids.tolist())
                 self._jobs.changes.loads += 1
                 return True
         state.may_load = False
@@ -158,7 +159,7 @@ class LoadPlanner:
         state.phase = Phase.RUNNING
         if job.failed:
             state.may_load = False
-            state.blocks.loaded, state.loaded_end = None, 0
+            state.blocks.loaded, state.filled.loaded_end = None, 0
             observer.metrics.add("load_failures")
             if self._jobs.is_current(job):
                 observer.warn(LOAD_FAILED)
@@ -173,12 +174,12 @@ class LoadPlanner:
         return num_tokens == offered or (num_tokens < offered and not self._layout.windows and not self._layout.states)
 
     def start(self, state: RequestState, blocks: KVBlocks, num_tokens: int) -> tuple[int, TransferSpec]:
-        """Returns the id and the spec of a new load of ``num_tokens`` behind ``state.computed_at_load``.
+        """Returns the id and the spec of a new load of ``num_tokens`` behind ``state.filled.computed``.
 
         Raises BlockNotReadyError, and changes nothing, if a block is gone, or if the engine has no device block for a
         state.
         """
-        computed = state.computed_at_load
+        computed = state.filled.computed
         spans, device = self.device_spec(blocks, computed, computed + num_tokens)
         if any(not spans[g] for g in self._layout.states):
             raise BlockNotReadyError(f"the engine has no device block for the state at token {computed + num_tokens}")
@@ -195,7 +196,8 @@ class LoadPlanner:
         if not num_tokens:
             return
         state, broken = requests.get(request.request_id), self._upcoming.meta.broken_loads
-        computed = 0 if state is None else state.computed_at_load if state.match is None else state.match.computed
+        match = None if state is None else state.lookup.match
+        computed = match.computed if match is not None else 0 if state is None else state.filled.computed
         broken[request.request_id] = []
         # The input that raised before may raise again, and must not reach the engine.
         with contextlib.suppress(Exception):
@@ -204,9 +206,12 @@ class LoadPlanner:
 
     def blocks_behind(self, computed: int, blocks: KVBlocks) -> list[int]:
         """Returns the device blocks of all groups for the tokens behind ``computed``."""
-        tables = self._layout.parts.tables(blocks.get_block_ids())
-        sizes = zip(self._layout.device_block_sizes, tables, strict=True)
+        sizes = zip(self._layout.device_block_sizes, self._tables(blocks), strict=True)
         return [block for size, table in sizes for block in table[computed // size :]]
+
+    def _tables(self, blocks: KVBlocks) -> Sequence[Sequence[int]]:
+        parts, tables = self._layout.parts, blocks.get_block_ids()
+        return parts.tables(tables) if parts.is_divided else tables
 
     def device_spec(self, blocks: KVBlocks, computed: int, end: int) -> tuple[list[range], DeviceSpec]:
         """Returns per group which offloaded blocks hold tokens ``computed`` to ``end``, and where these go. The engine
@@ -214,8 +219,7 @@ class LoadPlanner:
         ends at ``end``, whatever precedes it."""
         ids: list[int] = []
         spans, sizes, firsts = [], [], []
-        tables = self._layout.parts.tables(blocks.get_block_ids())
-        for group, table in zip(self._layout.groups, tables, strict=True):
+        for group, table in zip(self._layout.groups, self._tables(blocks), strict=True):
             before = group.skipped_tokens(end) if group.state else computed
             first = max(before, computed) // group.device_block_size
             last = min(-(-end // group.device_block_size), len(table))

@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 PARAM = "kvoffload"
 """The key under which ``kv_transfer_params`` holds a request's options."""
+NEVER = 1 << 62
+"""More tokens than any request has."""
 MAX_TENANT_CHARS = 128
 MAX_SESSION_CHARS = 256
 """Characters of the name of a session."""
@@ -66,8 +68,8 @@ class RequestOptions:
     """Whether its KV may be stored."""
     load: bool = True
     """Whether stored KV may be looked up and loaded for it."""
-    max_tokens: int | None = None
-    """The number of its first tokens that may be stored and loaded; None: all."""
+    max_tokens: int = NEVER
+    """The number of its first tokens that may be stored and loaded."""
     session: str | None = None
     """The name of its conversation or agent."""
     drop: bool = False

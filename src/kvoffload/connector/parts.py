@@ -34,8 +34,7 @@ PAGE_ALIGNMENT = 16
 class Parts:
     """Into how many parts the blocks of each KV cache group are divided: ``counts``, the same on every rank.
 
-    The parts of a group follow one another, in the order of the groups. Where nothing is divided, all methods return
-    what they were given.
+    The parts of a group follow one another, in the order of the groups.
     """
 
     counts: tuple[int, ...]
@@ -64,14 +63,10 @@ class Parts:
 
     def tables(self, tables: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
         """Returns one block table per part: that of its group, not a copy of it."""
-        if not self.is_divided:
-            return tables
         return [table for table, count in zip(tables, self.counts, strict=True) for _ in range(count)]
 
     def step(self, step: ScheduledStep) -> ScheduledStep:
         """Returns the step with one block table per part, and each boundary state once per part of its group."""
-        if not self.is_divided:
-            return step
         ends = tuple(accumulate(self.counts))
         return dataclasses.replace(
             step,

@@ -1,11 +1,10 @@
 """The scheduler half of the connector: which blocks to load, to store and to fence, engine-neutral.
 
 Everything here runs on the engine's scheduler thread, and each module has one job: ``request`` is the state of one
-request, ``queue`` makes it, ``lookups`` and ``hits`` find what can be loaded, ``loads`` makes loads, ``stores`` says
-what is stored, ``due`` which requests may complete a block, ``states`` which states are kept, ``device_blocks`` knows
-what the device holds, ``leaving`` stores what leaves it, ``jobs`` has the copies in progress, ``resets`` knows what is
-valid after a reset, ``adapters`` the bytes of adapters, ``observer`` makes records and metrics. The scheduler half
-takes the engine's calls and passes them on.
+request, ``lookups`` finds what can be loaded, ``loads`` makes loads, ``stores`` says what is stored, ``states`` which
+states are kept, ``device_blocks`` knows what the device holds, ``leaving`` stores what leaves it, ``jobs`` has the
+copies in progress, ``resets`` knows what is valid after a reset, ``adapters`` the bytes of adapters, ``observer`` makes
+records and metrics. The scheduler half takes the engine's calls and passes them on.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ from kvoffload.cache.misses import MissMemory
 from kvoffload.cache.tenants import Tenants
 from kvoffload.connector.adapters import AdapterDigests
 from kvoffload.connector.device_blocks import DeviceBlocks
-from kvoffload.connector.engine import EngineSpec
-from kvoffload.connector.guarded import guarded
+from kvoffload.connector.engine import EngineSpec, guarded
 from kvoffload.connector.jobs import Job, JobTable
 from kvoffload.connector.layout import NULL_BLOCK
 from kvoffload.connector.leaving import LeavingBlocks
@@ -34,8 +32,7 @@ from kvoffload.connector.lookups import Lookups, end_handover, locate
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.observer import RequestObserver
 from kvoffload.connector.options import PARAM
-from kvoffload.connector.queue import QueuedRequests
-from kvoffload.connector.request import RequestState
+from kvoffload.connector.request import QueuedRequests, RequestState
 from kvoffload.connector.resets import BlockOrigins, PausedContents
 from kvoffload.connector.stores import StorePlanner
 from kvoffload.observe.metrics import Metrics
@@ -148,11 +145,11 @@ class OffloadingConnectorScheduler:
         connector, which has failed if the request is looked up again before it was in a step.
         """
         state = self._state(request)
-        if state.of_others:
-            state.of_others, state.may_load, state.match = frozenset(), False, None
+        if state.filled.of_others:
+            state.filled.of_others, state.may_load, state.lookup.match = frozenset(), False, None
         match = locate(self.lookups, state, num_computed_tokens)
-        if match.tokens is None:
-            self.observer.waits(state)
+        if match.tokens is None and self.observer.descriptions is not None:
+            self.observer.descriptions.begin_wait(state)
         if (leaving := self.stores.leaving) is not None:
             behind = request.num_tokens - num_computed_tokens
             leaving.expect(request.request_id, behind if match.tokens is None else match.tokens)
@@ -175,20 +172,21 @@ class OffloadingConnectorScheduler:
             # Before the step in which the request is scheduled, another connector may write to them.
             given = self.loads.blocks_behind(match.computed, blocks)
             self._next.handed_out += given
-            state.of_others = frozenset(given)
+            state.filled.of_others = frozenset(given)
             self.sound.trace(None, set(given), set())
         promoted = self.manager.release_request(state.context)
         self.observer.allocated(state, match, num_external_tokens, promoted)
-        if state.handover is not None and match is not None:
+        if state.lookup.handover is not None and match is not None:
             end_handover(self.lookups, self.observer, state, match.computed + num_external_tokens)
-        state.end_wait()
+        state.lookup.end_wait()
 
     # Steps.
 
     @guarded(lambda self, step: self._next.take(_has_tokens(step)))
     def build_connector_meta(self, step: ScheduledStep) -> StepMeta:
         """Returns the loads, stores and fences of this step, for the workers."""
-        step = self.layout.parts.step(step)
+        if self.layout.parts.is_divided:
+            step = self.layout.parts.step(step)
         has_tokens = _has_tokens(step)
         upcoming = self._next
         meta = upcoming.meta
@@ -207,7 +205,7 @@ class OffloadingConnectorScheduler:
                 has_new_ones = req_id in upcoming.allocated
                 state.lose_blocks(has_new_ones)
                 if not has_new_ones:
-                    self.observer.prefills.running.pop(req_id, None)
+                    self.observer.prefilling.pop(req_id, None)
         leaving = upcoming.handed_out
         if step.block_ids:
             leaving += self.stores.take_tables(step, requests, self.sound)
@@ -224,8 +222,8 @@ class OffloadingConnectorScheduler:
             meta.stores |= leaving_blocks.store_forgotten(requests.values())
         if self.jobs.jobs:
             self.jobs.fence(meta, step, requests, handed_out)
-        if self.observer.prefills.running:
-            self.observer.prefills.measure(step.num_scheduled_tokens)
+        if self.observer.prefilling:
+            self.observer.measure_prefills(step.num_scheduled_tokens)
         meta.stores |= self.stores.store_running(step.num_scheduled_tokens, requests)
         if step.boundary_states:
             # A request may have lost its blocks and compute on new ones in the same step.
@@ -249,7 +247,7 @@ class OffloadingConnectorScheduler:
             self.observer.warn(WEIGHTS_CHANGED)
             self.reset()
             self.paused.drop()
-        if report.done:
+        if self.paused.checks:
             self.paused.take_report(report)
         if (adapters := self.lookups.adapters) is not None and (report.adapters or report.answers):
             states = [*self.requests.values(), *(state for state, _ in self._next.finished)]
@@ -281,7 +279,7 @@ class OffloadingConnectorScheduler:
         in the step that reports them, and the engine computes them again: no store in progress counts, and neither
         what requests in progress have computed nor what was computed with it is stored.
         """
-        awaited = frozenset().union(*(state.of_others for state in self.requests.values()))
+        awaited = frozenset().union(*(state.filled.of_others for state in self.requests.values()))
         if awaited.issuperset(device_blocks):
             return
         self.observer.warn(OTHERS_FAILED)
@@ -293,9 +291,8 @@ class OffloadingConnectorScheduler:
         """Stores nothing that is on the device now, and nothing that is computed with it."""
         self.stores.reset()
         self.sound.reset()
-        unfinished = frozenset(key for job in self.jobs.jobs.values() if job.is_store for key in job.keys)
         for state in self.requests.values():
-            state.forget_stores(unfinished)
+            state.forget_stores()
             self.manager.release_request(state.context)
         self.observer.planned_last_stores([state for state, _ in self._next.finished])
         self._next.finished.clear()
@@ -324,8 +321,8 @@ class OffloadingConnectorScheduler:
         options = state.options
         # Routers send the answer to a remote decode on in place of what the client has sent.
         passed_on = options.to_pass_on() if options.is_passed_on else None
-        if options.is_sent and state.record is not None:
-            answer = {PARAM: state.usage() if passed_on is None else passed_on}
+        if options.is_sent and state.observed.record is not None:
+            answer = {PARAM: state.observed.usage() if passed_on is None else passed_on}
         if any(state.blocks.tables):
             self._next.finished.append((state, request.num_computed_tokens))
             if passed_on is not None and options.remote_decode:
@@ -378,7 +375,7 @@ class OffloadingConnectorScheduler:
         if is_pause:
             # The time of a pause does not count as a wait for blocks.
             for state in self.requests.values():
-                state.end_wait()
+                state.lookup.end_wait()
 
     def shutdown(self) -> None:
         """Releases everything, even if offloading is off: lower tiers have threads and files. May be called twice."""

@@ -1,8 +1,10 @@
-"""Stores: which blocks of which requests are stored in a step, and the jobs that copy them."""
+"""Stores: which requests may complete a block in a step, which of their blocks are stored, and the jobs that copy
+them."""
 
 from __future__ import annotations
 
 import secrets
+from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,15 +18,17 @@ from kvoffload.abc import (
     TieredManager,
     TransferSpec,
 )
-from kvoffload.connector.due import DueList
 from kvoffload.connector.handover import SERVER_CHARS, Handover, name_of
 from kvoffload.connector.jobs import JobTable
 from kvoffload.connector.layout import NULL_BLOCK, Block, KeyLayout
 from kvoffload.connector.leaving import LeavingBlocks
-from kvoffload.connector.request import NEVER, Match, Phase, RequestState, Storing
+from kvoffload.connector.options import NEVER
+from kvoffload.connector.request import Match, Phase, RequestState, Storing
 from kvoffload.connector.resets import BlockOrigins
 from kvoffload.connector.states import StateKeeper
 
+FEW_TOKENS = 16
+"""A request that computes more tokens in a step is looked at in it; the others advance by at most that many."""
 MAX_TOGETHER = 8
 """Blocks that decoding completes within so many steps are stored by one job."""
 TOGETHER_SHARE = 1 / 8
@@ -40,6 +44,82 @@ class Due:
     num_computed: int
     blocks: list[Block]
     next_store: tuple[int, ...]
+
+
+class DueList:
+    """Requests, by the earliest step in which they may complete a block.
+
+    The list counts tokens. In each step the count grows by the largest number of tokens that a request computes,
+    ignoring requests that compute more than FEW_TOKENS. So a request that lacks n tokens cannot be due before the count
+    has grown by n. If the engine takes tokens back, the request only becomes due later. Each request is in the list at
+    most once.
+
+    With ``together`` above 1, requests that become due within as many counts come out at the last of these, so that one
+    job stores what neighbouring steps complete.
+    """
+
+    def __init__(self, together: int = 1) -> None:
+        self._together = together
+        self._count = 0
+        self._by_count: dict[int, dict[str, None]] = {}
+        """Ids of requests, in order of arrival, by the count at which to look at them."""
+        self._count_of: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._count_of)
+
+    def __contains__(self, req_id: str) -> bool:
+        return req_id in self._count_of
+
+    def add(self, req_id: str, tokens: int) -> None:
+        """Adds a request that cannot be due before it has computed ``tokens`` more, at least one. One comes out in the
+        next step."""
+        if req_id in self._count_of:
+            self.remove(req_id)
+        at = self._count + tokens
+        if tokens > 1:
+            at += -at % self._together
+        self._count_of[req_id] = at
+        requests = self._by_count.get(at)
+        if requests is None:
+            self._by_count[at] = {req_id: None}
+        else:
+            requests[req_id] = None
+
+    def remove(self, req_id: str) -> None:
+        at = self._count_of.pop(req_id, None)
+        if at is not None:
+            requests = self._by_count[at]
+            del requests[req_id]
+            if not requests:
+                del self._by_count[at]
+
+    def take(self, scheduled: Mapping[str, int]) -> list[str]:
+        """Removes and returns the requests that may be due in a step that computes these numbers of tokens. Requests
+        that are not scheduled may be among them."""
+        most = max(scheduled.values(), default=0)
+        due: list[str] = []
+        if most > FEW_TOKENS:
+            due = [req_id for req_id, tokens in scheduled.items() if tokens > FEW_TOKENS]
+            tokens = sorted(scheduled.values())
+            few = bisect_right(tokens, FEW_TOKENS)
+            most = tokens[few - 1] if few else 0
+        for req_id in due:
+            self.remove(req_id)
+        before = self._count
+        # A request that is to be looked at again in the next step is taken out even if nothing is computed.
+        self._count = before + max(most, 1)
+        for at in range(before + 1, self._count + 1):
+            requests = self._by_count.pop(at, None)
+            if requests is not None:
+                for req_id in requests:
+                    del self._count_of[req_id]
+                due += requests
+        return due
+
+    def clear(self) -> None:
+        self._by_count.clear()
+        self._count_of.clear()
 
 
 class StorePlanner:
@@ -67,12 +147,12 @@ class StorePlanner:
         with a whole new table is looked at in its next step."""
         handed_out: list[int] = []
         found: Sequence[Sequence[int]] = ()
-        replaced, is_tracking = step.replaced, sound.is_tracking
+        replaced, is_tracking = step.replaced, sound.origins is not None
         for req_id, new in step.block_ids.items():
             state, found = requests.get(req_id), ()
             if state is not None:
-                if state.of_others:
-                    state.of_others = frozenset()
+                if state.filled.of_others:
+                    state.filled.of_others = frozenset()
                 if req_id in replaced:
                     if is_tracking and state.has_copied_part:
                         state.storing = Storing.STALE
@@ -100,7 +180,7 @@ class StorePlanner:
         if self.leaving is not None:
             self.leaving.expect(state.context.req_id, 0)
         if self._keeper is not None:
-            state.state_ends = self._keeper.end(state.context.req_id)
+            state.blocks.state_ends = self._keeper.end(state.context.req_id)
 
     def retain(self, state: RequestState) -> tuple[Retained | None, int]:
         """Has the chain of a request that has ended retained, if it asks for that, or ends what its session has
@@ -110,7 +190,7 @@ class StorePlanner:
         if hints is None or (not hints.drop and hints.retain_s is None):
             return None, 0
         keys, end = list[OffloadKey](), 0
-        if state.may_store and state.touched and hints.retain_s:
+        if state.may_store and state.lookup.was_touched and hints.retain_s:
             stored, layout = self._stored_in_the_end(state), self._layout
             end = layout.last_resumable(state.blocks.keys, frozenset(stored), state.request.num_tokens)
             within = zip(state.blocks.keys, layout.block_tokens, strict=True)
@@ -127,25 +207,25 @@ class StorePlanner:
         blocks.loaded = None
         due = self.due_of(state, num_computed, num_computed)
         coming = set() if due is None or state.storing is Storing.REFUSED else {block.key for block in due.blocks}
-        keys = blocks.computed_keys(state.state_ends)
+        keys = blocks.computed_keys(state.blocks.state_ends)
         found = self._manager.lookup_each(keys, replace(state.context, may_wait=False))
         return [key for key, is_there in zip(keys, found, strict=True) if is_there or key in coming]
 
     def hand_over(self, state: RequestState) -> Handover | None:
         """Has the chain of a request that has ended written first to the tiers that other servers use. Returns what is
         to be sent to the server that goes on; None if there is nothing."""
-        if not (state.may_store and state.touched and state.record is not None):
+        if not (state.may_store and state.lookup.was_touched and state.observed.record is not None):
             return None
         blocks, layout = state.blocks, self._layout
         stored = set(self._stored_in_the_end(state))
         # The other server knows the prompt only, and some blocks have a name when the tokens behind them are known.
-        prompt = min(state.record.tokens_asked, state.request.num_computed_tokens, blocks.max_stored_tokens)
+        prompt = min(state.observed.record.tokens_asked, state.request.num_computed_tokens, blocks.max_stored_tokens)
         ends = [layout.num_final(g, prompt) * size for g, size in enumerate(layout.block_tokens)]
         ends += [prompt - layout.groups[g].lookahead for g in layout.ahead]
         if layout.windows or layout.states:
             # The other server computes the last token of the prompt. What that needs is written for the ends of whole
             # blocks only.
-            ends.append(state.record.tokens_asked - 1)
+            ends.append(state.observed.record.tokens_asked - 1)
         tokens = min(ends)
         while tokens := layout.last_resumable(blocks.keys, stored, tokens):
             keys, name = layout.needed_keys(blocks.keys, tokens), name_of(layout, blocks.keys, tokens)
@@ -176,9 +256,9 @@ class StorePlanner:
         dues = [self.due_of(state, computed, computed) for state, computed in finished]
         specs = self._store([due for due in dues if due is not None])
         for state, _ in finished:
-            if state.touched:
+            if state.lookup.was_touched:
                 blocks, chain = state.blocks, state.blocks.keys_in_order()
-                used = blocks.used_keys(state.state_ends) if self._layout.states else chain
+                used = blocks.used_keys(state.blocks.state_ends) if self._layout.states else chain
                 self._manager.end_chain(used, blocks.stored, state.context, chain)
                 if self.leaving is not None and state.context.hints is None:
                     self._manager.note_device(held=self.leaving.device.having(chain))
@@ -342,7 +422,7 @@ class StorePlanner:
                     states[id(state)] = state
                     state.blocks.stored.append(key)
                     if block.group == traced:
-                        blocks_of[state.number] = blocks_of.get(state.number, 0) + 1
+                        blocks_of[state.observed.number] = blocks_of.get(state.observed.number, 0) + 1
                 elif key in refused and block.group not in self._layout.states:
                     state.storing = Storing.REFUSED
         self._jobs.add_store(new, list(states.values()), output, specs, blocks_of)
