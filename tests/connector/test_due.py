@@ -138,16 +138,15 @@ def look_at_all(engine: ModelEngine) -> None:
         looked_at.add(state.context.req_id)
         return due_of(state, num_computed, num_before)
 
-    def compare(scheduled: Any, requests: Any) -> Any:
+    def compare(scheduled: Any, requests: Any) -> None:
         looked_at.clear()
-        specs = store_running(scheduled, requests)
+        store_running(scheduled, requests)
         for req_id, tokens in scheduled.items():
             state = requests.get(req_id)
             if state is not None and req_id not in looked_at:
                 before = state.request.num_computed_tokens
                 assert due_of(state, before + tokens, before) is None, f"{req_id} was missed"
         assert not scheduler.off
-        return specs
 
     stores.due_of = note  # type: ignore[method-assign]
     stores.store_running = compare  # type: ignore[method-assign]

@@ -389,7 +389,7 @@ def watch_the_device(engine: ModelEngine) -> None:
 
     def watched(step: ScheduledStep) -> StepMeta:
         handed_out = {block for tables in step.block_ids.values() for table in tables for block in table}
-        handed_out |= {*scheduler._next.handed_out, *scheduler._next.loading}
+        handed_out |= {*scheduler.jobs.handed_out, *scheduler.jobs.loading}
         before = {key for key in known if key in device and key not in manager.table}
         early = {key for key in before if device._is_early[device._latest[key]]}
         room = manager.num_available_blocks
@@ -472,17 +472,17 @@ def left_blocks_read_too_late(engine: ModelEngine) -> None:
     late = leaving.store
     unfenced: list[int] = []
 
-    def store(*args: Any) -> dict[int, TransferSpec]:
-        specs = late(*args)
-        unfenced[:] = specs
-        return specs
+    def store(*args: Any) -> None:
+        before = set(scheduler.jobs.meta.stores)
+        late(*args)
+        unfenced[:] = scheduler.jobs.meta.stores.keys() - before
 
     def without_their_fences(step: ScheduledStep) -> StepMeta:
         unfenced.clear()
         meta = build(step)
         return dataclasses.replace(meta, fences=[job for job in meta.fences if job not in unfenced])
 
-    leaving.store = store  # type: ignore[assignment, method-assign]
+    leaving.store = store  # type: ignore[method-assign]
     scheduler.build_connector_meta = without_their_fences  # type: ignore[method-assign]
 
 
@@ -498,7 +498,7 @@ def loads_do_not_take_device_blocks(engine: ModelEngine) -> None:
 
     def forgetful(step: ScheduledStep) -> StepMeta:
         assert scheduler.stores.leaving is not None
-        device, loading = scheduler.stores.leaving.device, frozenset(scheduler._next.loading)
+        device, loading = scheduler.stores.leaving.device, frozenset(scheduler.jobs.loading)
         held = {block: device._held[block] for block in loading if block < len(device._held) and device._held[block]}
         meta = build(step)
         for block, each in held.items():
@@ -941,9 +941,13 @@ def slots_of_two_groups_swapped(engine: ModelEngine) -> None:
     change_loads(engine, swap)
 
 
+def factors_of(engine: ModelEngine) -> list[int]:
+    return [group.block_size_factor for group in engine.scheduler.layout.groups]
+
+
 def two_parts_exchanged(engine: ModelEngine) -> None:
     """The first block that is loaded gets the bytes of its first part where those of its second part belong."""
-    group_of, factors = engine.scheduler.layout.parts.group_of, engine.scheduler.layout.factors
+    group_of, factors = engine.scheduler.layout.parts.group_of, factors_of(engine)
 
     def exchange(spec: TransferSpec) -> TransferSpec:
         starts = [first % factor for first, factor in zip(spec.device.block_indices, factors, strict=True)]
@@ -962,7 +966,7 @@ def two_parts_exchanged(engine: ModelEngine) -> None:
 
 def part_of_the_first_block_ignored(engine: ModelEngine) -> None:
     def from_the_start(spec: TransferSpec) -> TransferSpec:
-        factors = engine.scheduler.layout.factors
+        factors = factors_of(engine)
         starts = tuple(i - i % factor for i, factor in zip(spec.device.block_indices, factors, strict=True))
         return dataclasses.replace(spec, device=dataclasses.replace(spec.device, block_indices=starts))
 

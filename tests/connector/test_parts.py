@@ -161,7 +161,6 @@ def test_without_parts_nothing_is_copied() -> None:
 def test_a_layout_has_a_group_per_part() -> None:
     layout = KeyLayout([FULL, WINDOW, STATE], None, parts=Parts((3, 1, 2)))
     assert (layout.full, layout.windows, layout.states) == ((0, 1, 2), (3,), (4, 5))
-    assert layout.engine_groups == (FULL, WINDOW, STATE)
     assert layout.chains.kv_blocks_per_unit == 4, "states come on top"
     request = FakeRequest("r", list(range(256)), hash_tokens=layout.hash_block_size)
     assert len({layout.key(part, 0, request, b"") for part in range(6)}) == 6, "each part has a key of its own"

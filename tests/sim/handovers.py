@@ -429,7 +429,7 @@ def _handover_of(answer: dict[str, Any] | None) -> Handover | None:
         raise Garbled(str(answer))
     if not is_handover(answer[PARAM]["handover"]):
         raise Garbled(str(answer))
-    return Handover.from_option(answer[PARAM]["handover"])
+    return Handover(**answer[PARAM]["handover"])
 
 
 def forged(rng: Random, handover: Handover | None) -> object:

@@ -248,7 +248,7 @@ class _HostPools:
 
     def device_tokens(self, device_blocks: int) -> int:
         """Returns how many tokens have all their KV in ``device_blocks`` blocks of the device."""
-        groups, align = self.layout.engine_groups, self.layout.device_align
+        groups, align = self.engine.groups, self.layout.device_align
         # States come on top, unless there is nothing else.
         sizes = [group.device_block_size for group in groups if not group.state]
         return device_blocks * align // (sum(align // size for size in sizes) or len(groups))
@@ -310,7 +310,7 @@ def _make_recorder(config: OffloadConfig, pools: _HostPools, contents: HostConte
         "policy": config.policy,
         "host_contents": contents,
         "store_threshold": config.store_threshold,
-        "groups": len(pools.layout.engine_groups),
+        "groups": len(engine.groups),
     }
     logger.info("kvoffload: all requests are recorded in the trace %s", path)
     return TraceRecorder(str(path), block_tokens, header)

@@ -107,7 +107,7 @@ class EngineSpec:
         if self.adapter_of is not None:
             return "the engine serves adapters"
         layout = self.layout
-        if max(layout.factors) > 1:
+        if any(group.block_size_factor > 1 for group in layout.groups):
             return LARGE_BLOCKS
         if layout.windows or layout.states:
             return OTHER_LAYERS

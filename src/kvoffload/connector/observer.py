@@ -6,7 +6,7 @@ import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import repeat
 
 from kvoffload.abc import (
@@ -89,42 +89,32 @@ class EventDescriptions:
         return self._layout.describe(state.request, block, state.blocks.namespace)
 
 
+@dataclass(eq=False)
 class RequestObserver:
     """Observes requests and jobs, for records, metrics and events. Only the speed of computing, which it reports to a
     manager with lower tiers, takes part in a decision: whether to load or to compute.
 
     ``records`` has the latest requests. ``recorder`` gets every request that was given device blocks, when it ends.
-    ``spans`` gets every request. ``moved`` counts the bytes that are copied for tenants; None if there are none.
+    ``spans`` gets every request. ``descriptions`` are those of the blocks of events, if they have any. ``moved`` counts
+    the bytes that are copied for tenants; None if there are none.
     """
 
-    def __init__(
-        self,
-        manager: OffloadingManager,
-        layout: KeyLayout,
-        metrics: Metrics,
-        recorder: TraceRecorder | None,
-        spans: RequestSpans | None,
-        describes_blocks: bool,
-        clock: Callable[[], float],
-        moved: MovedBytes | None,
-    ) -> None:
-        self.metrics = metrics
-        self.records: deque[RequestRecord] = deque(maxlen=RECORD_RING_SIZE)
-        self._num_records = 0
-        """Records that were made."""
-        self.descriptions = EventDescriptions(layout) if describes_blocks else None
-        self.prefilling: dict[str, tuple[RequestState, int, float]] = {}
-        """Requests that compute their whole prompts, their tokens when they were given device blocks, and when that
-        was."""
-        self._speed = MovingRate()
-        """At which prompts are computed beside other requests, in tokens per second."""
-        self._manager = manager
-        self._layout = layout
-        self._recorder = recorder
-        self._spans = spans
-        self._clock = clock
-        self._moved = moved
-        self._last_warning: dict[str, float] = {}
+    manager: OffloadingManager
+    layout: KeyLayout
+    metrics: Metrics
+    recorder: TraceRecorder | None
+    spans: RequestSpans | None
+    descriptions: EventDescriptions | None
+    clock: Callable[[], float]
+    moved: MovedBytes | None
+    records: deque[RequestRecord] = field(default_factory=lambda: deque(maxlen=RECORD_RING_SIZE))
+    prefilling: dict[str, tuple[RequestState, int, float]] = field(default_factory=dict)
+    """Requests that compute their whole prompts, their tokens when they were given device blocks, and when that was."""
+    _speed: MovingRate = field(default_factory=MovingRate)
+    """At which prompts are computed beside other requests, in tokens per second."""
+    _num_records: int = 0
+    """Records that were made."""
+    _last_warning: dict[str, float] = field(default_factory=dict)
 
     # Requests.
 
@@ -133,8 +123,8 @@ class RequestObserver:
         state.observed.arrived = time.time()
         for option in state.options.ignored:
             self.metrics.add("ignored_options", label=option)
-        if self._spans is not None:
-            state.observed.traced = self._spans.begin(state.request)
+        if self.spans is not None:
+            state.observed.traced = self.spans.begin(state.request)
 
     def allocated(
         self,
@@ -152,12 +142,12 @@ class RequestObserver:
             self._record(state, match, num_external_tokens, promoted)
         if waited_s:
             self.metrics.add("wait_seconds", waited_s)
-        if self._spans is not None and traced is not None:
-            traced.looked_up = traced.looked_up or self._spans.now()
+        if self.spans is not None and traced is not None:
+            traced.looked_up = traced.looked_up or self.spans.now()
             traced.waited_s += waited_s
             traced.loaded_tokens += num_external_tokens
         if match is not None and num_external_tokens == 0:
-            self.prefilling[req_id] = state, state.request.num_tokens, self._clock()
+            self.prefilling[req_id] = state, state.request.num_tokens, self.clock()
         else:
             self.prefilling.pop(req_id, None)
 
@@ -166,10 +156,10 @@ class RequestObserver:
         for req_id, (state, num_tokens, since) in list(self.prefilling.items()):
             if req_id in scheduled and state.request.num_tokens > num_tokens:
                 del self.prefilling[req_id]
-                tokens, seconds = num_tokens - state.filled.computed, self._clock() - since
+                tokens, seconds = num_tokens - state.filled.computed, self.clock() - since
                 if tokens >= MIN_PREFILL_SAMPLE:
-                    if isinstance(self._manager, TieredManager):
-                        self._manager.observe_prefill(tokens, seconds)
+                    if isinstance(self.manager, TieredManager):
+                        self.manager.observe_prefill(tokens, seconds)
                     self._speed.add(tokens, seconds)
                     state.observed.prefill = tokens, seconds
 
@@ -186,12 +176,12 @@ class RequestObserver:
         self.prefilling.pop(state.context.req_id, None)
         if not any(state.blocks.tables):
             self.planned_last_stores([state])
-        if self._recorder is not None and record is not None:
+        if self.recorder is not None and record is not None:
             state.extend_keys()
-            self._recorder.add(
+            self.recorder.add(
                 state.observed.arrived,
                 record,
-                state.blocks.keys[self._layout.traced],
+                state.blocks.keys[self.layout.traced],
                 request.num_tokens,
                 request.num_computed_tokens,
                 {"session": options.session, "tenant": options.tenant or state.observed.tenant},
@@ -211,9 +201,9 @@ class RequestObserver:
     def _make_spans(self, state: RequestState) -> None:
         """Makes the spans of a request that has ended, once the last of its jobs has."""
         observed, traced = state.observed, state.observed.traced
-        if self._spans is not None and traced is not None and observed.has_ended and state.num_jobs == 0:
+        if self.spans is not None and traced is not None and observed.has_ended and state.num_jobs == 0:
             observed.traced = None
-            self._spans.make(state.context.req_id, traced, observed.record)
+            self.spans.make(state.context.req_id, traced, observed.record)
 
     def _record(
         self,
@@ -267,11 +257,11 @@ class RequestObserver:
 
     def _explain(self, missed: OffloadKey, no_state: OffloadKey | None) -> tuple[OffloadKey, Miss]:
         """Returns the block that was missing and why: ``missed``, or the state without which it is of no use."""
-        miss = self._manager.explain_miss(missed)
+        miss = self.manager.explain_miss(missed)
         if no_state is not None and miss.reason is MissReason.NOT_IN_TIME:
             # A lower tier has the block, and was not asked for it.
-            missed, miss = no_state, self._manager.explain_miss(no_state)
-        if key_group_idx(missed) in self._layout.states and miss.reason in (MissReason.NEVER_STORED, MissReason.RESET):
+            missed, miss = no_state, self.manager.explain_miss(no_state)
+        if key_group_idx(missed) in self.layout.states and miss.reason in (MissReason.NEVER_STORED, MissReason.RESET):
             # Not kept, or dropped when a later one was stored: a reset would have dropped the blocks before it too.
             miss = Miss(MissReason.NO_STATE, policy=miss.policy)
         return missed, miss
@@ -283,7 +273,7 @@ class RequestObserver:
         attention, the few blocks that are loaded stand for all tokens before them."""
         left, by_tier = num_external_tokens, {}
         for tier, keys in promoted.items():
-            tokens = min(left, self._layout.num_tokens(keys)) if self._layout.full else left
+            tokens = min(left, self.layout.num_tokens(keys)) if self.layout.full else left
             if tokens:
                 left -= tokens
                 by_tier[tier] = tokens
@@ -300,11 +290,11 @@ class RequestObserver:
 
     def copied(self, jobs: Sequence[Job]) -> None:
         """Observes jobs that have ended."""
-        if (moved := self._moved) is not None:
+        if (moved := self.moved) is not None:
             for job in jobs:
                 if not job.failed:
                     moved.add(HOST, job.keys, repeat(moved.block_bytes))
-        if (spans := self._spans) is None:
+        if (spans := self.spans) is None:
             return
         for job in jobs:
             for state in job.states:
@@ -319,7 +309,7 @@ class RequestObserver:
         """Counts the blocks of a store, which can be loaded now. Adds their tokens to the records of their requests,
         and logs those of requests that have ended. Old records are not kept."""
         self.metrics.add("store_blocks", len(job.lease.slots))
-        records, block_tokens = self.records, self._layout.block_tokens[self._layout.traced]
+        records, block_tokens = self.records, self.layout.block_tokens[self.layout.traced]
         num_gone = self._num_records - len(records)
         running = {state.observed.number for state in job.states if not state.observed.has_ended}
         for number, num_blocks in job.blocks_of.items():
@@ -333,24 +323,24 @@ class RequestObserver:
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Returns the blocks that became loadable or were removed since the last call."""
-        events = self._manager.take_events()
+        events = self.manager.take_events()
         return list(events) if self.descriptions is None else self.descriptions.add_to(events)
 
     # Metrics and warnings.
 
     def read_metrics(self) -> None:
         """Sets gauges and adds the manager's counts."""
-        self.metrics.take_in(self._manager.take_counts())
-        if self._moved is not None:
-            self.metrics.take_in(self._moved.take())
+        self.metrics.take_in(self.manager.take_counts())
+        if self.moved is not None:
+            self.metrics.take_in(self.moved.take())
 
     def warn(self, message: str) -> None:
         """Logs ``message``, at most once in WARN_EVERY_S."""
-        now = self._clock()
+        now = self.clock()
         if now - self._last_warning.get(message, float("-inf")) >= WARN_EVERY_S:
             self._last_warning[message] = now
             logger.warning(message)
 
     def close(self) -> None:
-        if self._recorder is not None:
-            self._recorder.close()
+        if self.recorder is not None:
+            self.recorder.close()

@@ -83,7 +83,7 @@ class RequestOptions:
     tenant: str | None = None
     """Whose request it is; None: its ``cache_salt`` may say."""
     handover: Mapping[str, Any] | None = None
-    """What another server hands over to it, see ``Handover.from_option``."""
+    """What another server hands over to it, see ``is_handover``."""
     remote_decode: bool = False
     """Whether a decoder elsewhere reads its KV when it is done."""
     is_passed_on: bool = False

@@ -405,7 +405,7 @@ class RequestBlocks:
             if g in layout.states:
                 ends.append(first)
                 continue
-            keys, table, factor = self.keys[g], self.tables[g], layout.factors[g]
+            keys, table, factor = self.keys[g], self.tables[g], layout.groups[g].block_size_factor
             num_whole = min(layout.num_final(g, tokens), most // layout.block_tokens[g], len(keys))
             end = min(num_whole, len(table) // factor, first + MAX_BLOCKS_PER_STEP)
             if end <= first:
@@ -455,40 +455,33 @@ class RequestBlocks:
         return NEVER if g in layout.states or end > self.max_stored_tokens else end
 
 
+@dataclass(eq=False)
 class QueuedRequests:
     """Makes the states of requests. Those that the engine has announced, and does not look up in its next step, are
     announced to a manager with lower tiers in the order in which they came. Models with several KV cache groups, and
     requests with adapters, are left out."""
 
-    def __init__(
-        self,
-        manager: OffloadingManager,
-        engine: EngineSpec,
-        tenants: Tenants,
-        adapters: AdapterDigests | None,
-        sound: BlockOrigins,
-    ) -> None:
-        self._manager = manager
-        self._engine = engine
-        self._tenants = tenants
-        self._adapters = adapters
-        self._sound = sound
-        self.requests: dict[str, Request] = {}
-        """By id. Read only for others."""
-        self.new: deque[Request] = deque()
-        """Those that no step has followed yet, and some that were taken. Read only for others."""
-        self._states: dict[str, RequestState] = {}
-        """Of those that the manager expects."""
+    manager: OffloadingManager
+    engine: EngineSpec
+    tenants: Tenants
+    adapters: AdapterDigests | None
+    sound: BlockOrigins
+    requests: dict[str, Request] = field(default_factory=dict)
+    """By id. Read only for others."""
+    new: deque[Request] = field(default_factory=deque)
+    """Those that no step has followed yet, and some that were taken. Read only for others."""
+    _states: dict[str, RequestState] = field(default_factory=dict)
+    """Of those that the manager expects."""
 
     def make(self, request: Request) -> RequestState:
         """Returns the state of a new request."""
-        engine, adapters, params = self._engine, self._adapters, request.kv_transfer_params
+        engine, adapters, params = self.engine, self.adapters, request.kv_transfer_params
         known = None if engine.engine_options is None else engine.engine_options(request)
         options = RequestOptions.from_params(params, known)
         if engine.is_beside_others:
             options = replace(options, remote_decode=False)
-        tenant = self._tenants.of(options.tenant, getattr(request, "cache_salt", None))
-        most = engine.layout.longest_chain(self._manager.most_blocks(tenant.namespace))
+        tenant = self.tenants.of(options.tenant, getattr(request, "cache_salt", None))
+        most = engine.layout.longest_chain(self.manager.most_blocks(tenant.namespace))
         namespace = tenant.namespace if adapters is None else tenant.namespace + NO_ADAPTER
         hints = options.hints(tenant.namespace)
         adapter = None if adapters is None else adapters.begin(request)
@@ -505,12 +498,12 @@ class QueuedRequests:
         if options.handover is not None:
             state.lookup.handover = Handover(**options.handover)
         if engine.drops_tokens is not None and engine.drops_tokens(request):
-            self._sound.track()
+            self.sound.track()
             state.give_up()
         return state
 
     def add(self, request: Request) -> None:
-        is_read_ahead = isinstance(self._manager, TieredManager)
+        is_read_ahead = isinstance(self.manager, TieredManager)
         if is_read_ahead and len(self.new) < MAX_QUEUED and len(self.requests) < MAX_QUEUED:
             self.requests[request.request_id] = request
             self.new.append(request)
@@ -529,14 +522,14 @@ class QueuedRequests:
 
     def read_ahead(self) -> None:
         """Called in every step, after its lookups."""
-        num_left, manager = NEW_PER_STEP, self._manager
+        num_left, manager = NEW_PER_STEP, self.manager
         while isinstance(manager, TieredManager) and self.new and num_left:
             request = self.new.popleft()
             if self.requests.get(request.request_id) is not request:
                 continue
             num_left -= 1
             state = self._states[request.request_id] = self.make(request)
-            keys, layout = state.blocks.keys, self._engine.layout
+            keys, layout = state.blocks.keys, self.engine.layout
             if state.may_load and state.adapter is None and len(keys) == 1:
                 state.extend_keys()
                 end = layout.num_final(0, min(request.num_tokens - 1, state.options.max_tokens))

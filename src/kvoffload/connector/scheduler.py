@@ -27,10 +27,10 @@ from kvoffload.connector.engine import EngineSpec, guarded
 from kvoffload.connector.jobs import Job, JobTable
 from kvoffload.connector.layout import NULL_BLOCK
 from kvoffload.connector.leaving import LeavingBlocks
-from kvoffload.connector.loads import LoadPlanner, UpcomingStep
+from kvoffload.connector.loads import LoadPlanner
 from kvoffload.connector.lookups import Lookups, end_handover, locate
 from kvoffload.connector.messages import StepMeta, WorkerReport
-from kvoffload.connector.observer import RequestObserver
+from kvoffload.connector.observer import EventDescriptions, RequestObserver
 from kvoffload.connector.options import PARAM
 from kvoffload.connector.request import QueuedRequests, RequestState
 from kvoffload.connector.resets import BlockOrigins, PausedContents
@@ -96,20 +96,19 @@ class OffloadingConnectorScheduler:
         """By id, every request that was looked up and has not ended."""
         tenants, deadline_s = tenants or Tenants(b""), load_deadline_ms / 1000
         moved = MovedBytes(tenants, sum(slot_bytes)) if tenants.names else None
-        metrics, describes = Metrics(self._read_metrics), engine.enable_events
-        self.observer = RequestObserver(manager, layout, metrics, recorder, spans, describes, clock, moved)
+        metrics, described = Metrics(self._read_metrics), EventDescriptions(layout) if engine.enable_events else None
+        self.observer = RequestObserver(manager, layout, metrics, recorder, spans, described, clock, moved)
         self.jobs = jobs = JobTable(manager, layout, self.observer, engine.num_workers or 1)
-        self._next = UpcomingStep(jobs)
         leaving = None
         if misses is not None:
-            device = DeviceBlocks(keeps_states=describes)
+            device = DeviceBlocks(keeps_states=engine.enable_events)
             leaving = LeavingBlocks(jobs, device, misses, engine.next_free, slot_bytes)
         self.stores = StorePlanner(jobs, leaving)
         self.paused = PausedContents(jobs)
         adapter_of = engine.adapter_of
         adapters = None if adapter_of is None else AdapterDigests(adapter_of, jobs, deadline_s, clock)
         self.sound = BlockOrigins(has_adapters=adapters is not None)
-        self.loads = LoadPlanner(jobs, self.sound, leaving, self._next)
+        self.loads = LoadPlanner(jobs, self.sound, leaving)
         loading = jobs.keys_loading if engine.share_loads else {}
         self.lookups = Lookups(
             manager, layout, loading, self.paused, adapters, jobs.changes, deadline_s, clock, leaving
@@ -164,14 +163,14 @@ class OffloadingConnectorScheduler:
         none."""
         state = self._state(request)
         match = state.take_match()
-        self._next.allocated.add(request.request_id)
+        self.jobs.allocated.add(request.request_id)
         self.stores.begin(state, match, num_external_tokens)
         if num_external_tokens and not self.loads.begin(state, match, blocks, num_external_tokens):
             self.loads.fail(self.requests, request, blocks, num_external_tokens)
         elif self.engine.is_beside_others and match is not None:
             # Before the step in which the request is scheduled, another connector may write to them.
             given = self.loads.blocks_behind(match.computed, blocks)
-            self._next.handed_out += given
+            self.jobs.handed_out += given
             state.filled.of_others = frozenset(given)
             self.sound.trace(None, set(given), set())
         promoted = self.manager.release_request(state.context)
@@ -182,14 +181,13 @@ class OffloadingConnectorScheduler:
 
     # Steps.
 
-    @guarded(lambda self, step: self._next.take(_has_tokens(step)))
+    @guarded(lambda self, step: self.jobs.take_step(_has_tokens(step)))
     def build_connector_meta(self, step: ScheduledStep) -> StepMeta:
         """Returns the loads, stores and fences of this step, for the workers."""
         if self.layout.parts.is_divided:
             step = self.layout.parts.step(step)
         has_tokens = _has_tokens(step)
-        upcoming = self._next
-        meta = upcoming.meta
+        jobs, meta = self.jobs, self.jobs.meta
         if self.paused.is_hidden:
             meta.check_weights = self.paused.begin_step(has_tokens)
         if (adapters := self.lookups.adapters) is not None:
@@ -202,36 +200,35 @@ class OffloadingConnectorScheduler:
             if (state := requests.get(req_id)) is not None:
                 self.stores.lose_blocks(state)
                 # It may have new blocks already, in the step that says that it lost the old ones.
-                has_new_ones = req_id in upcoming.allocated
+                has_new_ones = req_id in jobs.allocated
                 state.lose_blocks(has_new_ones)
                 if not has_new_ones:
                     self.observer.prefilling.pop(req_id, None)
-        leaving = upcoming.handed_out
+        leaving = jobs.handed_out
         if step.block_ids:
             leaving += self.stores.take_tables(step, requests, self.sound)
         leaving += step.written
         handed_out = set(leaving)
         handed_out.discard(NULL_BLOCK)
-        if upcoming.finished:
+        if jobs.finished:
             # Their device blocks may have been handed out again in this very step: then they are read first.
-            meta.stores |= self.stores.store_finished(upcoming.finished)
-            self.observer.planned_last_stores([state for state, _ in upcoming.finished])
+            self.stores.store_finished(jobs.finished)
+            self.observer.planned_last_stores([state for state, _ in jobs.finished])
         if (leaving_blocks := self.stores.leaving) is not None:
             self.loads.cut(handed_out)
-            meta.stores |= leaving_blocks.store(upcoming.loading, leaving, step.overwritten)
-            meta.stores |= leaving_blocks.store_forgotten(requests.values())
-        if self.jobs.jobs:
-            self.jobs.fence(meta, step, requests, handed_out)
+            leaving_blocks.store(jobs.loading, leaving, step.overwritten)
+            leaving_blocks.store_forgotten(requests.values())
+        if jobs.jobs:
+            jobs.fence(step, requests, handed_out)
         if self.observer.prefilling:
             self.observer.measure_prefills(step.num_scheduled_tokens)
-        meta.stores |= self.stores.store_running(step.num_scheduled_tokens, requests)
+        self.stores.store_running(step.num_scheduled_tokens, requests)
         if step.boundary_states:
             # A request may have lost its blocks and compute on new ones in the same step.
-            lost = set(preempted) - step.replaced
-            meta.stores |= self.stores.store_states(step.boundary_states, lost, requests)
-        if self.jobs.held:
-            meta.releases += self.jobs.take_unheld(self.lookups.clock())
-        return upcoming.take(has_tokens)
+            self.stores.store_states(step.boundary_states, set(preempted) - step.replaced, requests)
+        if jobs.held:
+            meta.releases += jobs.take_unheld(self.lookups.clock())
+        return jobs.take_step(has_tokens)
 
     def _poll(self, timeout_s: float = 0.0) -> None:
         if self.manager.poll(timeout_s):
@@ -250,7 +247,7 @@ class OffloadingConnectorScheduler:
         if self.paused.checks:
             self.paused.take_report(report)
         if (adapters := self.lookups.adapters) is not None and (report.adapters or report.answers):
-            states = [*self.requests.values(), *(state for state, _ in self._next.finished)]
+            states = [*self.requests.values(), *(state for state, _ in self.jobs.finished)]
             self.sound.discard(adapters.take_report(report, states))
         self._poll()
         self.observer.reported(report)
@@ -294,8 +291,8 @@ class OffloadingConnectorScheduler:
         for state in self.requests.values():
             state.forget_stores()
             self.manager.release_request(state.context)
-        self.observer.planned_last_stores([state for state, _ in self._next.finished])
-        self._next.finished.clear()
+        self.observer.planned_last_stores([state for state, _ in self.jobs.finished])
+        self.jobs.finished.clear()
 
     # End of requests, reset, shutdown.
 
@@ -324,7 +321,7 @@ class OffloadingConnectorScheduler:
         if options.is_sent and state.observed.record is not None:
             answer = {PARAM: state.observed.usage() if passed_on is None else passed_on}
         if any(state.blocks.tables):
-            self._next.finished.append((state, request.num_computed_tokens))
+            self.jobs.finished.append((state, request.num_computed_tokens))
             if passed_on is not None and options.remote_decode:
                 if (handover := self.stores.hand_over(state)) is not None:
                     self.metrics.add("handovers", label="sent")
@@ -341,12 +338,12 @@ class OffloadingConnectorScheduler:
     @guarded(lambda self: self._has_promises())
     def has_pending_work(self) -> bool:
         """Whether the engine must keep stepping although no request needs it to."""
-        if self._has_promises() or self.jobs.jobs or self._next.finished:
+        if self._has_promises() or self.jobs.jobs or self.jobs.finished:
             return True
         return isinstance(self.manager, TieredManager) and self.manager.has_pending_writes
 
     def _has_promises(self) -> bool:
-        meta = self._next.meta
+        meta = self.jobs.meta
         return bool(meta.broken_loads or meta.releases or self.jobs.held or self.jobs.changes.was_reset)
 
     @guarded(lambda self: [])
@@ -367,7 +364,7 @@ class OffloadingConnectorScheduler:
         """
         self.paused.reset(keeps=is_pause)
         # With the next step workers learn of the reset: a load in it would pass for one that began afterwards.
-        unsent = self._next.break_loads()
+        unsent = self.jobs.break_loads()
         for job in unsent:
             self.loads.end_job(job)
         self.observer.copied(unsent)
@@ -408,6 +405,6 @@ class OffloadingConnectorScheduler:
         )
         self.off = True
         self.metrics.set("off", 1)
-        self._next.break_off()
+        self.jobs.break_off()
         self.stores.clear()
         self.queued.clear()

@@ -41,23 +41,25 @@ class _Kept:
     own: dict[int, list[OffloadKey]] = field(default_factory=dict)
     """By position, the states that the request has stored itself and that no other request has used yet."""
 
-    def places(self, end: int) -> set[StatePlace]:
+    def places(self, end: int) -> list[StatePlace]:
         """Returns the places that a state at ``end`` takes."""
-        found = {StatePlace.JUNCTION} if end <= self.junction < self.prompt_end else set[StatePlace]()
+        found = [StatePlace.JUNCTION] if end <= self.junction < self.prompt_end else []
         if end >= self.prompt_start:
-            found.add(StatePlace.TURN if end > self.prompt_end else StatePlace.PROMPT)
+            found.append(StatePlace.TURN if end > self.prompt_end else StatePlace.PROMPT)
         return found
 
     def take(self, end: int) -> None:
         """Takes note that the state at ``end`` is in the host."""
-        if StatePlace.TURN in self.places(end) and end != self.at.get(StatePlace.TURN):
-            self.turn_before = self.at.get(StatePlace.TURN, 0)
-        self.at.update(dict.fromkeys(self.places(end), end))
+        places, turn = self.places(end), self.at.get(StatePlace.TURN, 0)
+        if StatePlace.TURN in places and end != turn:
+            self.turn_before = turn
+        self.at.update(dict.fromkeys(places, end))
 
     def needed(self, named: int) -> set[int]:
         """Returns where states are kept, if all blocks of the request's first ``named`` tokens have a name. A request
         cannot continue behind these, so until there are more of them the state before the last is kept as well."""
-        return {*self.at.values(), *([self.turn_before] if self.at.get(StatePlace.TURN, 0) > named else [])}
+        needed = set(self.at.values())
+        return needed | {self.turn_before} if self.at.get(StatePlace.TURN, 0) > named else needed
 
 
 class StateKeeper:

@@ -16,7 +16,6 @@ from kvoffload.abc import (
     Retained,
     ScheduledStep,
     TieredManager,
-    TransferSpec,
 )
 from kvoffload.connector.handover import SERVER_CHARS, Handover, name_of
 from kvoffload.connector.jobs import JobTable
@@ -250,11 +249,11 @@ class StorePlanner:
         if self.leaving is not None:
             self.leaving.clear()
 
-    def store_finished(self, finished: Sequence[tuple[RequestState, int]]) -> dict[int, TransferSpec]:
-        """Returns the jobs for the last blocks of requests that have ended, each with its number of computed tokens.
+    def store_finished(self, finished: Sequence[tuple[RequestState, int]]) -> None:
+        """Makes the jobs for the last blocks of requests that have ended, each with its number of computed tokens.
         Then puts their whole chains in order, and offers them to lower tiers."""
         dues = [self.due_of(state, computed, computed) for state, computed in finished]
-        specs = self._store([due for due in dues if due is not None])
+        self._store([due for due in dues if due is not None])
         for state, _ in finished:
             if state.lookup.was_touched:
                 blocks, chain = state.blocks, state.blocks.keys_in_order()
@@ -262,12 +261,9 @@ class StorePlanner:
                 self._manager.end_chain(used, blocks.stored, state.context, chain)
                 if self.leaving is not None and state.context.hints is None:
                     self._manager.note_device(held=self.leaving.device.having(chain))
-        return specs
 
-    def store_running(
-        self, scheduled: Mapping[str, int], requests: Mapping[str, RequestState]
-    ) -> dict[int, TransferSpec]:
-        """Returns the jobs for blocks that are completed by a step which computes these numbers of tokens."""
+    def store_running(self, scheduled: Mapping[str, int], requests: Mapping[str, RequestState]) -> None:
+        """Makes the jobs for blocks that are completed by a step which computes these numbers of tokens."""
         dues = []
         for req_id in self._due.take(scheduled):
             state, tokens = requests.get(req_id), scheduled.get(req_id)
@@ -282,12 +278,10 @@ class StorePlanner:
                 self._look_again(req_id, state, before + tokens)
             else:
                 dues.append(due)
-        if not dues:
-            return {}
-        specs = self._store(dues)
+        if dues:
+            self._store(dues)
         for due in dues:
             self._look_again(due.state.context.req_id, due.state, due.num_computed)
-        return specs
 
     def begin(self, state: RequestState, match: Match | None, num_loaded: int) -> None:
         """Takes note of a request that is given device blocks after the lookup ``match``, and loads ``num_loaded``
@@ -302,10 +296,9 @@ class StorePlanner:
         boundary_states: Mapping[str, Sequence[BoundaryState]],
         preempted: Collection[str],
         requests: Mapping[str, RequestState],
-    ) -> dict[int, TransferSpec]:
-        """Returns the jobs for those states worth keeping that a step completes. A state for which there is no room is
+    ) -> None:
+        """Makes the jobs for those states worth keeping that a step completes. A state for which there is no room is
         dropped, as are those of requests that have lost their blocks in this step."""
-        specs: dict[int, TransferSpec] = {}
         for req_id, offered in boundary_states.items():
             state = requests.get(req_id)
             if state is None or req_id in preempted or self._keeper is None:
@@ -316,7 +309,7 @@ class StorePlanner:
             offer = Offer.BEHIND_REFUSED if is_refused else Offer.COMPUTED
             output = self._manager.prepare_store(keys, state.context, offer) if keys else None
             if output is not None and not is_refused:
-                self._start([Due(state, 0, blocks, state.blocks.next_store)], output, specs)
+                self._start([Due(state, 0, blocks, state.blocks.next_store)], output)
                 # A state that was refused takes the place of no other.
                 present = [block for block in blocks if block.key not in output.refused_keys]
                 superseded = self._keeper.stored(state, present, frozenset(output.keys_to_store))
@@ -324,7 +317,6 @@ class StorePlanner:
                     self._manager.drop(superseded, only_host=True)
             elif keys and not is_refused:
                 self._jobs.refuse_store()
-        return specs
 
     def _states_of(self, state: RequestState, offered: Sequence[BoundaryState], keeper: StateKeeper) -> list[Block]:
         """Returns those of the ``offered`` states of a request that are stored: all groups' or none at a position."""
@@ -361,13 +353,13 @@ class StorePlanner:
         found, next_store = blocks.due(num_computed, num_before, with_loaded=self.leaving is not None)
         return Due(state, num_computed, found, next_store)
 
-    def _store(self, dues: list[Due]) -> dict[int, TransferSpec]:
+    def _store(self, dues: list[Due]) -> None:
         """Makes the jobs for all blocks that there is room for. Single blocks, as decoding completes them, share one
         job if there is room for all. Each prompt's blocks are a job of their own, because policies judge a chain by its
         depth."""
         single: list[Due] = []
         chains: list[Due] = []
-        factors, leaving = self._layout.factors, self.leaving
+        groups, leaving = self._layout.groups, self.leaving
         for due in dues:
             if leaving is not None and due.state.context.hints is None:
                 if left := leaving.device.hold(due.state, due.blocks):
@@ -379,31 +371,27 @@ class StorePlanner:
                 # Only single blocks with all of their device blocks can share a job. What is to be retained, or handed
                 # over, is stored whatever it seems to be worth.
                 block, options = due.blocks[0], due.state.options
-                is_promised = bool(options.retain_s) or options.remote_decode
-                is_single = (
-                    len(due.blocks) == 1 and len(block.device_blocks) == factors[block.group] and not is_promised
-                )
-                (single if is_single else chains).append(due)
+                is_whole = len(block.device_blocks) == groups[block.group].block_size_factor
+                is_promised = options.retain_s or options.remote_decode
+                (single if len(due.blocks) == 1 and is_whole and not is_promised else chains).append(due)
                 continue
             if due.blocks:
                 keys = [block.key for block in due.blocks]
                 self._manager.prepare_store(keys, due.state.context, Offer.BEHIND_REFUSED)
             due.state.blocks.stored_up_to(due.next_store)
-        specs: dict[int, TransferSpec] = {}
         if len(single) > 1:
             output = self._manager.prepare_store([due.blocks[0].key for due in single])
             if output is not None:
-                self._start(single, output, specs)
+                self._start(single, output)
                 single = []
         for due in [*chains, *single]:
             output = self._manager.prepare_store([block.key for block in due.blocks], due.state.context)
             if output is None:
                 self._jobs.refuse_store()
             else:
-                self._start([due], output, specs)
-        return specs
+                self._start([due], output)
 
-    def _start(self, dues: list[Due], output: PrepareStoreOutput, specs: dict[int, TransferSpec]) -> None:
+    def _start(self, dues: list[Due], output: PrepareStoreOutput) -> None:
         """Makes one job of the blocks for which ``output`` has room."""
         refused = frozenset(output.refused_keys)
         new: list[tuple[RequestState | None, Block]] = []
@@ -425,7 +413,7 @@ class StorePlanner:
                         blocks_of[state.observed.number] = blocks_of.get(state.observed.number, 0) + 1
                 elif key in refused and block.group not in self._layout.states:
                     state.storing = Storing.REFUSED
-        self._jobs.add_store(new, list(states.values()), output, specs, blocks_of)
+        self._jobs.add_store(new, list(states.values()), output, blocks_of)
 
 
 def _together(layout: KeyLayout) -> int:
