@@ -206,11 +206,7 @@ class RequestObserver:
             self.spans.make(state.context.req_id, traced, observed.record)
 
     def _record(
-        self,
-        state: RequestState,
-        match: Match,
-        num_external_tokens: int,
-        promoted: Mapping[str, Sequence[OffloadKey]],
+        self, state: RequestState, match: Match, num_external_tokens: int, promoted: Mapping[str, Sequence[OffloadKey]]
     ) -> None:
         tier_tokens = self._count_tier_hits(promoted, num_external_tokens)
         below_host = sum(tier_tokens.values())

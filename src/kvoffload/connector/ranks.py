@@ -178,9 +178,7 @@ def join(shares: Sequence[KVShare], kv_groups: Sequence[KVGroup], rank: int, sta
         return "the KV cache groups have blocks of different sizes, which are divided"
     before = stages[: rank // stage_ranks]
     return CanonicalRows(
-        layers,
-        row_bytes,
-        tuple(sum(_bytes(stage[g]) for stage in before) for g in range(len(groups))),
+        layers, row_bytes, tuple(sum(_bytes(stage[g]) for stage in before) for g in range(len(groups)))
     )
 
 

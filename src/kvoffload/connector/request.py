@@ -339,14 +339,14 @@ class RequestBlocks:
             merged[before:before] = [self.keys[g][i] for g, i in last if 0 <= i < len(self.keys[g])]
         return merged
 
-    def computed_keys(self, state_ends: Collection[int]) -> list[OffloadKey]:
+    def computed_keys(self) -> list[OffloadKey]:
         """Returns the keys of ``used_keys`` whose blocks are computed and may be stored."""
         layout, most = self.layout, min(self.request.num_computed_tokens, self.max_stored_tokens)
         ends = [layout.num_final(g, min(most, self.request.num_tokens)) for g in range(len(self.keys))]
         if len(self.keys) == 1:
             return self.keys[0][: ends[0]]
         wanted = {key for keys, end in zip(self.keys, ends, strict=True) for key in keys[:end]}
-        return [key for key in self.used_keys(state_ends) if key in wanted]
+        return [key for key in self.used_keys(self.state_ends) if key in wanted]
 
     def _merged(self, groups: Collection[int]) -> list[OffloadKey]:
         """Returns the keys of ``groups``, by the position at which their blocks end."""

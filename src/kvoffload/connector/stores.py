@@ -8,15 +8,7 @@ from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from kvoffload.abc import (
-    BoundaryState,
-    Offer,
-    OffloadKey,
-    PrepareStoreOutput,
-    Retained,
-    ScheduledStep,
-    TieredManager,
-)
+from kvoffload.abc import BoundaryState, Offer, OffloadKey, PrepareStoreOutput, Retained, ScheduledStep, TieredManager
 from kvoffload.connector.handover import SERVER_CHARS, Handover, name_of
 from kvoffload.connector.jobs import JobTable
 from kvoffload.connector.layout import NULL_BLOCK, Block, KeyLayout
@@ -79,11 +71,7 @@ class DueList:
         if tokens > 1:
             at += -at % self._together
         self._count_of[req_id] = at
-        requests = self._by_count.get(at)
-        if requests is None:
-            self._by_count[at] = {req_id: None}
-        else:
-            requests[req_id] = None
+        self._by_count.setdefault(at, {})[req_id] = None
 
     def remove(self, req_id: str) -> None:
         at = self._count_of.pop(req_id, None)
@@ -109,11 +97,10 @@ class DueList:
         # A request that is to be looked at again in the next step is taken out even if nothing is computed.
         self._count = before + max(most, 1)
         for at in range(before + 1, self._count + 1):
-            requests = self._by_count.pop(at, None)
-            if requests is not None:
-                for req_id in requests:
-                    del self._count_of[req_id]
-                due += requests
+            requests = self._by_count.pop(at, ())
+            for req_id in requests:
+                del self._count_of[req_id]
+            due += requests
         return due
 
     def clear(self) -> None:
@@ -145,14 +132,13 @@ class StorePlanner:
         """Takes in the device blocks that the step gives to requests, and returns those that they write to. A request
         with a whole new table is looked at in its next step."""
         handed_out: list[int] = []
-        found: Sequence[Sequence[int]] = ()
-        replaced, is_tracking = step.replaced, sound.origins is not None
+        is_tracking = sound.origins is not None
         for req_id, new in step.block_ids.items():
-            state, found = requests.get(req_id), ()
+            state, found = requests.get(req_id), list[Sequence[int]]()
             if state is not None:
                 if state.filled.of_others:
                     state.filled.of_others = frozenset()
-                if req_id in replaced:
+                if req_id in step.replaced:
                     if is_tracking and state.has_copied_part:
                         state.storing = Storing.STALE
                     found, new = state.blocks.replace_tables(new)
@@ -206,7 +192,7 @@ class StorePlanner:
         blocks.loaded = None
         due = self.due_of(state, num_computed, num_computed)
         coming = set() if due is None or state.storing is Storing.REFUSED else {block.key for block in due.blocks}
-        keys = blocks.computed_keys(state.blocks.state_ends)
+        keys = blocks.computed_keys()
         found = self._manager.lookup_each(keys, replace(state.context, may_wait=False))
         return [key for key, is_there in zip(keys, found, strict=True) if is_there or key in coming]
 
@@ -257,7 +243,7 @@ class StorePlanner:
         for state, _ in finished:
             if state.lookup.was_touched:
                 blocks, chain = state.blocks, state.blocks.keys_in_order()
-                used = blocks.used_keys(state.blocks.state_ends) if self._layout.states else chain
+                used = blocks.used_keys(blocks.state_ends) if self._layout.states else chain
                 self._manager.end_chain(used, blocks.stored, state.context, chain)
                 if self.leaving is not None and state.context.hints is None:
                     self._manager.note_device(held=self.leaving.device.having(chain))
@@ -269,12 +255,10 @@ class StorePlanner:
             state, tokens = requests.get(req_id), scheduled.get(req_id)
             if state is None:
                 continue
+            before = state.request.num_computed_tokens
             if tokens is None or state.phase is Phase.LOADING:
                 self._due.add(req_id, 1)
-                continue
-            before = state.request.num_computed_tokens
-            due = self.due_of(state, before + tokens, before)
-            if due is None:
+            elif (due := self.due_of(state, before + tokens, before)) is None:
                 self._look_again(req_id, state, before + tokens)
             else:
                 dues.append(due)
@@ -304,19 +288,18 @@ class StorePlanner:
             if state is None or req_id in preempted or self._keeper is None:
                 continue
             blocks = self._states_of(state, offered, self._keeper)
-            keys = [block.key for block in blocks]
-            is_refused = state.storing is Storing.REFUSED
-            offer = Offer.BEHIND_REFUSED if is_refused else Offer.COMPUTED
-            output = self._manager.prepare_store(keys, state.context, offer) if keys else None
-            if output is not None and not is_refused:
+            if not (keys := [block.key for block in blocks]):
+                continue
+            if state.storing is Storing.REFUSED:
+                self._manager.prepare_store(keys, state.context, Offer.BEHIND_REFUSED)
+            elif (output := self._manager.prepare_store(keys, state.context)) is None:
+                self._jobs.refuse_store()
+            else:
                 self._start([Due(state, 0, blocks, state.blocks.next_store)], output)
                 # A state that was refused takes the place of no other.
                 present = [block for block in blocks if block.key not in output.refused_keys]
-                superseded = self._keeper.stored(state, present, frozenset(output.keys_to_store))
-                if superseded:
+                if superseded := self._keeper.stored(state, present, frozenset(output.keys_to_store)):
                     self._manager.drop(superseded, only_host=True)
-            elif keys and not is_refused:
-                self._jobs.refuse_store()
 
     def _states_of(self, state: RequestState, offered: Sequence[BoundaryState], keeper: StateKeeper) -> list[Block]:
         """Returns those of the ``offered`` states of a request that are stored: all groups' or none at a position."""
@@ -335,18 +318,15 @@ class StorePlanner:
 
     def _look_again(self, req_id: str, state: RequestState, num_computed: int) -> None:
         """Adds the request for the step in which its next block may be due."""
-        store_at = state.blocks.store_at
-        if store_at != NEVER and state.may_store:
-            left = store_at - num_computed
-            self._due.add(req_id, left if left > 1 else 1)
+        if state.blocks.store_at != NEVER and state.may_store:
+            self._due.add(req_id, max(1, state.blocks.store_at - num_computed))
 
     def due_of(self, state: RequestState, num_computed: int, num_before: int) -> Due | None:
         """Returns the request's whole blocks of computed, known tokens that were not stored yet; None if it is too
         early for one, or if nothing of the request may be stored."""
         blocks = state.blocks
-        if num_computed < blocks.store_at or state.request.num_tokens < blocks.store_at:
-            return None
-        if state.phase is Phase.LOADING or not state.may_store:
+        is_early = num_computed < blocks.store_at or state.request.num_tokens < blocks.store_at
+        if is_early or state.phase is Phase.LOADING or not state.may_store:
             return None
         if not state.extend_keys() and self.leaving is not None:
             self.leaving.drop_tables(state)
@@ -357,13 +337,11 @@ class StorePlanner:
         """Makes the jobs for all blocks that there is room for. Single blocks, as decoding completes them, share one
         job if there is room for all. Each prompt's blocks are a job of their own, because policies judge a chain by its
         depth."""
-        single: list[Due] = []
-        chains: list[Due] = []
+        single, chains = list[Due](), list[Due]()
         groups, leaving = self._layout.groups, self.leaving
         for due in dues:
             if leaving is not None and due.state.context.hints is None:
-                if left := leaving.device.hold(due.state, due.blocks):
-                    leaving.note_left(left)
+                leaving.note_left(leaving.device.hold(due.state, due.blocks))
                 if self._is_late and not due.state.options.remote_decode:
                     due.state.blocks.stored_up_to(due.next_store)
                     continue
@@ -379,11 +357,9 @@ class StorePlanner:
                 keys = [block.key for block in due.blocks]
                 self._manager.prepare_store(keys, due.state.context, Offer.BEHIND_REFUSED)
             due.state.blocks.stored_up_to(due.next_store)
-        if len(single) > 1:
-            output = self._manager.prepare_store([due.blocks[0].key for due in single])
-            if output is not None:
-                self._start(single, output)
-                single = []
+        if len(single) > 1 and (output := self._manager.prepare_store([due.blocks[0].key for due in single])):
+            self._start(single, output)
+            single = []
         for due in [*chains, *single]:
             output = self._manager.prepare_store([block.key for block in due.blocks], due.state.context)
             if output is None:
@@ -402,6 +378,7 @@ class StorePlanner:
         for due in dues:
             state = due.state
             state.blocks.stored_up_to(due.next_store)
+            number = state.observed.number
             for block in due.blocks:
                 key = block.key
                 if key in wanted:
@@ -410,7 +387,7 @@ class StorePlanner:
                     states[id(state)] = state
                     state.blocks.stored.append(key)
                     if block.group == traced:
-                        blocks_of[state.observed.number] = blocks_of.get(state.observed.number, 0) + 1
+                        blocks_of[number] = blocks_of.get(number, 0) + 1
                 elif key in refused and block.group not in self._layout.states:
                     state.storing = Storing.REFUSED
         self._jobs.add_store(new, list(states.values()), output, blocks_of)

@@ -217,12 +217,10 @@ class OffloadingConnectorWorker:
             self._accept_store(job_id, meta.stores[job_id])
         self._submit_stores()
         if not self._broken:
-            try:
+            with self._errors_end_offloading():
                 if meta.fences:
                     self.transfer.wait(meta.fences, meta.fenced_blocks)
                 self.transfer.before_forward()
-            except Exception:
-                self._give_up()
         for job_id in meta.fences:
             if job_id in self._jobs:
                 # From here on its source may be overwritten, so a second try could read other bytes.
@@ -270,10 +268,8 @@ class OffloadingConnectorWorker:
         self._collect(busy=meta.has_tokens)
         is_idle = not meta.has_tokens and not self._finished.loaded
         if is_idle and any(not job.is_store for job in self._jobs.values()):
-            try:
+            with self._errors_end_offloading():
                 self.transfer.wait_any(self.idle_wait_s)
-            except Exception:
-                self._give_up()
             self._collect(busy=False)
         finished, self._finished = self._finished, Finished()
         return finished
@@ -296,7 +292,7 @@ class OffloadingConnectorWorker:
         if self._broken:
             return
         deadline = time.monotonic() + self.suspend_deadline_s
-        try:
+        with self._errors_end_offloading():
             self._submit_stores()
             self.transfer.wait(list(self._jobs))
             self._collect(busy=False)
@@ -306,8 +302,6 @@ class OffloadingConnectorWorker:
                     raise TimeoutError(f"{len(self._jobs)} copies did not end within {self.suspend_deadline_s} s")
                 self.transfer.wait_any(left)
                 self._collect(busy=False)
-        except Exception:
-            self._give_up()
         self.weights.cancel_pending()
 
     def resume(self) -> None:
@@ -324,22 +318,17 @@ class OffloadingConnectorWorker:
             self.weights.begin_epoch()
         is_able = not self._broken and not self._suspended
         if meta.check_weights is not None:
-            self._report.done[meta.check_weights] = 1
-            try:
+            self._report.done[meta.check_weights], are_same = 1, False
+            with self._errors_end_offloading():
                 are_same = is_able and self.weights.are_same()
-            except Exception:
-                self._give_up()
-                is_able = are_same = False
             if not are_same:
                 self._report.failed.add(meta.check_weights)
         # Steps without tokens and jobs must not read the weights: a sleeping engine runs such steps while its weights
         # have no memory. While suspended all jobs fail anyway.
-        if is_able and (meta.has_tokens or meta.loads or meta.stores):
-            try:
+        if is_able and not self._broken and (meta.has_tokens or meta.loads or meta.stores):
+            with self._errors_end_offloading():
                 if self.weights.use():
                     self._report.changed_at = self._epoch
-            except Exception:
-                self._give_up()
 
     def _is_outdated(self, job: _PendingJob) -> bool:
         return self.weights.is_stale or job.epoch != self._epoch
@@ -364,8 +353,13 @@ class OffloadingConnectorWorker:
         if self._broken or self._suspended or self._is_outdated(job):
             self._end(TransferResult(job_id, ok=False))
             return
-        try:
+        with self._errors_end_offloading():
             self.transfer.submit(job_id, job.spec, job.is_store)
+
+    @contextlib.contextmanager
+    def _errors_end_offloading(self) -> Iterator[None]:
+        try:
+            yield
         except Exception:
             self._give_up()
 
@@ -385,14 +379,11 @@ class OffloadingConnectorWorker:
     def _collect(self, busy: bool) -> None:
         if self._broken:
             return
-        try:
-            results = self.transfer.poll(busy)
+        ended, self._unconfirmed = self._unconfirmed, []
+        with self._errors_end_offloading():
+            ended += self.transfer.poll(busy)
             if self.weights.advance():
                 self._report.changed_at = self._epoch
-        except Exception:
-            self._give_up()
-            return
-        ended, self._unconfirmed = [*self._unconfirmed, *results], []
         for result in ended:
             job = self._jobs.get(result.job_id)
             if job is None:
