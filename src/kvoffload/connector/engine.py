@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from kvoffload.abc import ConfigError, Following, KVGroup
 from kvoffload.config import LARGE_BLOCKS, OTHER_LAYERS
@@ -130,22 +130,14 @@ class EngineSpec:
             raise ConfigError(name, value, "must be a whole number, at least 1")
 
 
-class Switchable(Protocol):
-    """What an engine calls, and what can be switched off."""
-
-    off: bool
-
-    def switch_off(self, where: str) -> None:
-        """Ends offloading for good, because ``where`` has failed, and logs the exception in progress."""
-
-
 def guarded(fallback: Callable[..., Any]) -> Callable[[Method], Method]:
-    """Nothing raises into the engine: an unexpected error switches the object off, and from then on ``fallback``
-    answers in the method's place. It must not raise, so it asks neither the manager nor the engine for anything."""
+    """Nothing raises into the engine: an unexpected error calls the object's ``switch_off``, and while it is ``off``
+    ``fallback`` answers in the method's place. It must not raise, so it asks neither manager nor engine for anything.
+    """
 
     def decorate(method: Method) -> Method:
         @functools.wraps(method)
-        def call(self: Switchable, *args: Any, **kwargs: Any) -> Any:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             if not self.off:
                 try:
                     return method(self, *args, **kwargs)

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 JOB_IDS = itertools.count()
 """Numbers of jobs, shared by all scheduler halves of this process: none takes another's report for that of its own
 job."""
-STORE_FAILED = "kvoffload: a store failed, or came too late for its blocks, and was dropped"
 NO_ROOM = "kvoffload: no room in the host pool, every block is in use; stores wait"
 
 
@@ -98,6 +97,17 @@ class JobTable:
         meta.has_tokens, meta.epoch, changes.was_reset = has_tokens, changes.resets, False
         self.meta, self.allocated, self.handed_out, self.finished = StepMeta(), set(), [], []
         return meta
+
+    @property
+    def has_promises(self) -> bool:
+        """Whether the engine waits for what the next steps say."""
+        return bool(self.meta.broken_loads or self.meta.releases or self.held or self.changes.was_reset)
+
+    def poll(self, timeout_s: float = 0.0) -> None:
+        """Lets the manager take in what its lower tiers have done; waits at most ``timeout_s`` for something."""
+        if self.manager.poll(timeout_s):
+            self.changes.contents += 1
+            self.changes.loads += 1
 
     @property
     def loading(self) -> list[int]:
@@ -181,23 +191,6 @@ class JobTable:
         """Counts a store for which the manager has no room."""
         self.observer.metrics.add("refused_stores")
         self.observer.warn(NO_ROOM)
-
-    def end_store(self, job: Job) -> None:
-        """Ends a store that all workers have reported."""
-        self.manager.complete_store(job.lease, success=not job.failed)
-        if not job.states:
-            # Requests may wait for it, see ``LeavingBlocks.bring_back``.
-            self.changes.loads += 1
-        if not job.failed:
-            self.changes.contents += 1
-            self.observer.stored(job)
-            return
-        keys = frozenset(job.keys)
-        for state in job.states:
-            state.blocks.stored = [key for key in state.blocks.stored if key not in keys]
-        if self.is_current(job):
-            self.observer.metrics.add("store_failures")
-            self.observer.warn(STORE_FAILED)
 
     def is_current(self, job: Job) -> bool:
         """Whether there was no reset since the job began."""

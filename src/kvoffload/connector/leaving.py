@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from kvoffload.abc import MissReason, Offer, OffloadKey, ReqContext, TieredManager
 from kvoffload.cache.keys import key_group_idx
 from kvoffload.cache.misses import MissMemory
-from kvoffload.connector.device_blocks import DeviceBlocks, HeldBlock
+from kvoffload.connector.device_blocks import REFUSED, DeviceBlocks, HeldBlock
 from kvoffload.connector.jobs import JobTable
 from kvoffload.connector.layout import Block
 from kvoffload.connector.messages import WorkerReport
@@ -54,7 +54,7 @@ def piece_blocks(num_blocks: int) -> int:
 
 
 class LeavingBlocks:
-    """Stores what leaves ``device``, and what leaves it next.
+    """Stores what leaves the device, and what leaves it next.
 
     ``misses``: where the manager looks up why a block is missing. ``next_free``: see EngineSpec. ``slot_bytes``: the
     bytes of a block in each pool; none if they are not known.
@@ -63,12 +63,11 @@ class LeavingBlocks:
     def __init__(
         self,
         jobs: JobTable,
-        device: DeviceBlocks,
         misses: MissMemory,
         next_free: Callable[[int], Iterable[int]] | None,
         slot_bytes: Sequence[int],
     ) -> None:
-        self.device = device
+        self.device = DeviceBlocks(keeps_states=jobs.observer.descriptions is not None)
         self.piece_blocks = piece_blocks(jobs.manager.most_blocks())
         self._jobs = jobs
         self._misses = misses
@@ -99,10 +98,6 @@ class LeavingBlocks:
             places = zip(range(first, first + len(keys)), keys, device_blocks, strict=True)
             self.note_left(self.device.hold(state, (Block(0, i, key, i, [at]) for i, key, at in places)))
             self._jobs.manager.note_device(held=keys)
-
-    def drop(self, device_blocks: Iterable[int]) -> None:
-        """Forgets what these device blocks hold: the engine may have computed other tokens in them."""
-        self.note_left([held[0] for held in self.device.leave(device_blocks)])
 
     def reset(self) -> None:
         """Forgets what the device holds: it is stored no more."""
@@ -220,8 +215,9 @@ class LeavingBlocks:
             self.drop_tables(state)
 
     def drop_tables(self, state: RequestState) -> None:
+        """Forgets what the device blocks of a request hold: the engine may have computed other tokens in them."""
         for table in state.blocks.tables:
-            self.drop(table)
+            self.note_left([held[0] for held in self.device.leave(table)])
 
     def _store(
         self, blocks: Sequence[HeldBlock], most: int, context: ReqContext | None = None
@@ -255,7 +251,7 @@ class LeavingBlocks:
                 return 0
         if output.refused_keys:
             refused = frozenset(output.refused_keys)
-            self.device.refuse(held[2] for held in offered if held[0] in refused)
+            self.device.forget_early((held[2] for held in offered if held[0] in refused), REFUSED)
         wanted, group = frozenset(output.keys_to_store), 0
         has_groups, state_of = len(self._jobs.layout.groups) > 1, self.device.state_of
         new: list[tuple[RequestState | None, Block]] = []

@@ -13,14 +13,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvoffload.abc import Need, OffloadingManager, OffloadKey, ReqContext, States
+from kvoffload.abc import Awaited, Need, OffloadingManager, OffloadKey, ReqContext, States
 from kvoffload.abc.tier import HIT, RETRY
 from kvoffload.connector.adapters import AdapterDigests
 from kvoffload.connector.handover import Patience
+from kvoffload.connector.jobs import JobTable
 from kvoffload.connector.layout import KeyLayout
 from kvoffload.connector.leaving import LeavingBlocks
 from kvoffload.connector.observer import RequestObserver
-from kvoffload.connector.request import Changes, Match, RequestState
+from kvoffload.connector.request import Match, RequestState
 from kvoffload.connector.resets import PausedContents
 
 MAX_WAITS_PER_REQUEST = 3
@@ -44,22 +45,20 @@ class Lookups:
     tier, for the digest of its adapter, for blocks that the engine has forgotten on the device, and, after a reset, for
     the comparison of the weights: each time at most ``deadline_s``."""
 
-    manager: OffloadingManager
-    layout: KeyLayout
+    jobs: JobTable
     keys_loading: Mapping[OffloadKey, int]
     """See JobTable; empty if loads are not shared."""
     paused: PausedContents
     adapters: AdapterDigests | None
-    changes: Changes
+    leaving: LeavingBlocks | None
     deadline_s: float
     clock: Callable[[], float]
-    leaving: LeavingBlocks | None
     patience: Patience = field(default_factory=Patience)
 
     @property
     def contents(self) -> int:
         """Grows when an answer other than to wait may have become wrong."""
-        return self.changes.contents + self.manager.num_removed
+        return self.jobs.changes.contents + self.jobs.manager.num_removed
 
 
 def locate(lookups: Lookups, state: RequestState, computed: int) -> Match:
@@ -76,12 +75,12 @@ def locate(lookups: Lookups, state: RequestState, computed: int) -> Match:
 
 
 def _still_holds(lookups: Lookups, match: Match, computed: int) -> bool:
-    change = lookups.changes.loads if match.tokens is None else lookups.contents
+    change = lookups.jobs.changes.loads if match.tokens is None else lookups.contents
     return (match.change, match.computed) == (change, computed) and lookups.clock() < match.expires
 
 
 def _look_up(lookups: Lookups, state: RequestState, computed: int) -> Match:
-    adapters, adapter, layout = lookups.adapters, state.adapter, lookups.layout
+    adapters, adapter, layout = lookups.adapters, state.adapter, lookups.jobs.layout
     if adapters is not None and adapter is not None and (state.options.load or state.options.store):
         known = adapters.digests(adapter)
         if known is None and (wait := _wait(lookups, state, computed)):
@@ -108,8 +107,11 @@ def _look_up(lookups: Lookups, state: RequestState, computed: int) -> Match:
     is_worth = last_loadable(state, most_end(layout, state)) - computed >= layout.device_align
     if is_worth and _is_next_loading(lookups, state, computed) and (wait := _wait(lookups, state, computed)):
         return wait
-    if (handover := state.lookup.handover) is not None:
-        state.await_blocks(lookups.clock(), lookups.patience.wait_s(handover.server, lookups.deadline_s))
+    if (handover := state.lookup.handover) is not None and state.context.awaited is None:
+        # From now on, if the request has the keys that are handed over to it.
+        handed, now = handover.keys(layout, state.blocks.keys) or frozenset(), lookups.clock()
+        until = now + lookups.patience.wait_s(handover.server, lookups.deadline_s)
+        state.context = replace(state.context, awaited=Awaited(handed, handover.places, now, until))
     if not is_worth:
         return Match(lookups.contents, computed)
     may_wait = state.lookup.num_waits < MAX_WAITS_PER_REQUEST
@@ -130,7 +132,7 @@ def _look_up(lookups: Lookups, state: RequestState, computed: int) -> Match:
 def _longest(lookups: Lookups, state: RequestState, computed: int, may_wait: bool) -> Hit:
     """If the request may not wait, only blocks that can be loaded now count, and lower tiers are not asked."""
     context = state.context if may_wait else replace(state.context, may_wait=False)
-    return longest(HitSearch(lookups.manager, lookups.layout, state, computed, context))
+    return longest(HitSearch(lookups.jobs.manager, lookups.jobs.layout, state, computed, context))
 
 
 def _touch(lookups: Lookups, state: RequestState) -> None:
@@ -140,21 +142,21 @@ def _touch(lookups: Lookups, state: RequestState) -> None:
         return
     state.lookup.was_touched = True
     blocks = state.blocks
-    if not lookups.layout.states:
-        lookups.manager.touch(blocks.keys_in_order(), state.context)
+    if not lookups.jobs.layout.states:
+        lookups.jobs.manager.touch(blocks.keys_in_order(), state.context)
         return
     now = replace(state.context, may_wait=False)
-    last = last_state(HitSearch(lookups.manager, lookups.layout, state, 0, now))
-    lookups.manager.touch(blocks.used_keys([last] if last else []), state.context, blocks.keys_in_order())
+    last = last_state(HitSearch(lookups.jobs.manager, lookups.jobs.layout, state, 0, now))
+    lookups.jobs.manager.touch(blocks.used_keys([last] if last else []), state.context, blocks.keys_in_order())
 
 
 def _is_next_loading(lookups: Lookups, state: RequestState, computed: int) -> bool:
     """Whether the first block that the request lacks, which it can have, is being loaded for another. If many
     requests wait for the same load, this avoids searching further."""
-    if not lookups.keys_loading or not lookups.layout.full:
+    if not lookups.keys_loading or not lookups.jobs.layout.full:
         return False
-    g = lookups.layout.full[0]
-    return state.blocks.keys[g][computed // lookups.layout.block_tokens[g]] in lookups.keys_loading
+    g = lookups.jobs.layout.full[0]
+    return state.blocks.keys[g][computed // lookups.jobs.layout.block_tokens[g]] in lookups.keys_loading
 
 
 def _is_any_loading(lookups: Lookups, state: RequestState, computed: int, end: int) -> bool:
@@ -162,7 +164,7 @@ def _is_any_loading(lookups: Lookups, state: RequestState, computed: int, end: i
     if not lookups.keys_loading:
         return False
     loading, last = lookups.keys_loading.keys(), last_loadable(state, end)
-    needed = [lookups.layout.needed_blocks(g, computed, last) for g in range(len(lookups.layout.groups))]
+    needed = [lookups.jobs.layout.needed_blocks(g, computed, last) for g in range(len(lookups.jobs.layout.groups))]
     pairs = zip(state.blocks.keys, needed, strict=True)
     return any(not loading.isdisjoint(keys[span.start : span.stop]) for keys, span in pairs)
 
@@ -177,7 +179,7 @@ def _wait(lookups: Lookups, state: RequestState, computed: int) -> Match | None:
     if lookup.waiting_since is None:
         lookup.waiting_since = now
     deadline = lookup.waiting_since + lookups.deadline_s
-    return Match(lookups.changes.loads, computed, None, expires=deadline) if now < deadline else None
+    return Match(lookups.jobs.changes.loads, computed, None, expires=deadline) if now < deadline else None
 
 
 def end_handover(lookups: Lookups, observer: RequestObserver, state: RequestState, num_found: int) -> None:
@@ -190,7 +192,7 @@ def end_handover(lookups: Lookups, observer: RequestObserver, state: RequestStat
         result = "other_name"
         observer.warn(OTHER_NAME)
     else:
-        is_complete = min(handover.tokens, state.request.num_tokens - 1) - num_found < lookups.layout.device_align
+        is_complete = min(handover.tokens, state.request.num_tokens - 1) - num_found < lookups.jobs.layout.device_align
         result = "complete" if is_complete else "partial" if num_found else "none"
         # A part may be what this server has computed itlookups.
         lookups.patience.ended(handover.server, is_complete)

@@ -10,7 +10,7 @@ from itertools import zip_longest
 from operator import mul
 from typing import TYPE_CHECKING, Any
 
-from kvoffload.abc import Awaited, BlockHash, OffloadingManager, OffloadKey, ReqContext, Request, TieredManager
+from kvoffload.abc import BlockHash, OffloadingManager, OffloadKey, ReqContext, Request, TieredManager
 from kvoffload.cache.tenants import Tenants
 from kvoffload.connector.adapters import NO_ADAPTER, Adapter, AdapterDigests, Digests, variant
 from kvoffload.connector.handover import Handover
@@ -179,7 +179,8 @@ class RequestState:
     def has_copied_part(self) -> bool:
         """Whether its computed tokens end within a device block that it has not loaded: the engine has copied a part of
         a block, which may be of any origin."""
-        return self.filled.loaded_end != self.request.num_computed_tokens and not self.blocks.are_computed_whole()
+        computed = self.request.num_computed_tokens
+        return self.filled.loaded_end != computed and any(computed % n for n in self.blocks.layout.device_block_sizes)
 
     def bind(self, digests: Digests) -> None:
         """Makes its keys stand for these bytes of its adapter."""
@@ -198,14 +199,6 @@ class RequestState:
         if not is_same and self.storing is Storing.REFUSED:
             self.storing = Storing.ALLOWED
         return is_same
-
-    def await_blocks(self, now: float, seconds: float) -> None:
-        """Makes its lookups wait for what is handed over to it, from ``now`` on, if its own keys are those."""
-        handover = self.lookup.handover
-        if handover is not None and self.context.awaited is None:
-            keys = handover.keys(self.blocks.layout, self.blocks.keys)
-            awaited = Awaited(keys or frozenset(), handover.places, now, now + seconds)
-            self.context = replace(self.context, awaited=awaited)
 
     def take_match(self) -> Match | None:
         """Called when device blocks were allocated. Returns the lookup that the engine has acted on; None if there was
@@ -294,7 +287,7 @@ class RequestBlocks:
         )
         if has_changed or layout.ahead:
             # No hash may cover the tokens after a block yet.
-            is_same = self._are_same(range(len(self.keys)) if has_changed else layout.ahead)
+            is_same = not self.has_other_tokens(None if has_changed else layout.ahead)
             if not is_same:
                 self.keys = tuple([] for _ in layout.groups)
                 self.restart_stores()
@@ -305,21 +298,17 @@ class RequestBlocks:
             layout.extend_keys(g, keys, request, self.namespace)
         return is_same
 
-    def has_other_tokens(self) -> bool:
-        """Whether the engine has taken tokens back, and given others, since the keys were made."""
-        return not self._are_same(range(len(self.keys)))
-
-    def _are_same(self, groups: Iterable[int]) -> bool:
-        """Whether all keys of ``groups`` made so far are those of the request's present tokens."""
+    def has_other_tokens(self, groups: Iterable[int] | None = None) -> bool:
+        """Whether the engine has taken tokens back, and given others, since the keys of ``groups`` were made. Default:
+        all."""
         layout, request = self.layout, self.request
-        for g in groups:
-            keys = self.keys[g]
-            num_keys = len(keys)
+        for g in range(len(self.keys)) if groups is None else groups:
+            last, num_keys = self.keys[g][-1:], len(self.keys[g])
             if num_keys > layout.num_named(g, request):
-                return False
-            if keys and keys[-1] != layout.key(g, num_keys - 1, request, self.namespace):
-                return False
-        return True
+                return True
+            if last and last[0] != layout.key(g, num_keys - 1, request, self.namespace):
+                return True
+        return False
 
     def keys_in_order(self) -> list[OffloadKey]:
         """Returns all keys so far, by the position at which their blocks end: groups lose their tails together."""
@@ -363,15 +352,8 @@ class RequestBlocks:
         return [self.keys[g][i] for _, g, i in ends]
 
     def add_to_tables(self, tables: Sequence[Sequence[int]]) -> None:
-        if len(tables) == len(self.tables) == 1:
-            self.tables[0].extend(tables[0])
-            return
         for mine, new in zip(self.tables, tables, strict=True):
             mine.extend(new)
-
-    def are_computed_whole(self) -> bool:
-        """Whether the computed tokens end with a device block of each group."""
-        return not any(self.request.num_computed_tokens % size for size in self.layout.device_block_sizes)
 
     def replace_tables(self, tables: Sequence[Sequence[int]]) -> tuple[list[Sequence[int]], tuple[Sequence[int], ...]]:
         """Takes a whole new table per group. Returns the device blocks of computed tokens, and the others."""

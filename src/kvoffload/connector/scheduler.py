@@ -13,7 +13,6 @@ import contextlib
 import logging
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -22,9 +21,9 @@ from kvoffload.cache.bills import MovedBytes
 from kvoffload.cache.misses import MissMemory
 from kvoffload.cache.tenants import Tenants
 from kvoffload.connector.adapters import AdapterDigests
-from kvoffload.connector.device_blocks import DeviceBlocks
 from kvoffload.connector.engine import EngineSpec, guarded
-from kvoffload.connector.jobs import Job, JobTable
+from kvoffload.connector.handover import Handover
+from kvoffload.connector.jobs import JobTable
 from kvoffload.connector.layout import NULL_BLOCK
 from kvoffload.connector.leaving import LeavingBlocks
 from kvoffload.connector.loads import LoadPlanner
@@ -36,7 +35,6 @@ from kvoffload.connector.request import QueuedRequests, RequestState
 from kvoffload.connector.resets import BlockOrigins, PausedContents
 from kvoffload.connector.stores import StorePlanner
 from kvoffload.observe.metrics import Metrics
-from kvoffload.observe.records import RequestRecord
 from kvoffload.observe.spans import RequestSpans
 from kvoffload.observe.trace import TraceRecorder
 
@@ -61,6 +59,17 @@ def _has_tokens(step: ScheduledStep) -> bool:
     with contextlib.suppress(Exception):
         return any(step.num_scheduled_tokens.values())
     return False
+
+
+def _answer(state: RequestState, handover: Handover | None) -> dict[str, Any] | None:
+    """Returns what the client of a request that has ended is answered."""
+    options = state.options
+    # Routers send the answer to a remote decode on in place of what the client has sent.
+    said = options.to_pass_on() if options.is_passed_on else state.observed.usage()
+    if handover is not None:
+        said |= handover.to_options()
+        return {"do_remote_prefill": True, "do_remote_decode": False, PARAM: said}
+    return {PARAM: said} if options.is_sent and state.observed.record is not None else None
 
 
 class OffloadingConnectorScheduler:
@@ -90,41 +99,28 @@ class OffloadingConnectorScheduler:
     ) -> None:
         self.manager = manager
         self.off = False
-        self.engine = engine
         self.layout = layout = engine.layout
         self.requests: dict[str, RequestState] = {}
         """By id, every request that was looked up and has not ended."""
         tenants, deadline_s = tenants or Tenants(b""), load_deadline_ms / 1000
         moved = MovedBytes(tenants, sum(slot_bytes)) if tenants.names else None
-        metrics, described = Metrics(self._read_metrics), EventDescriptions(layout) if engine.enable_events else None
-        self.observer = RequestObserver(manager, layout, metrics, recorder, spans, described, clock, moved)
+        self.metrics = Metrics(self._read_metrics)
+        described = EventDescriptions(layout) if engine.enable_events else None
+        self.observer = RequestObserver(manager, layout, self.metrics, recorder, spans, described, clock, moved)
         self.jobs = jobs = JobTable(manager, layout, self.observer, engine.num_workers or 1)
-        leaving = None
-        if misses is not None:
-            device = DeviceBlocks(keeps_states=engine.enable_events)
-            leaving = LeavingBlocks(jobs, device, misses, engine.next_free, slot_bytes)
+        leaving = None if misses is None else LeavingBlocks(jobs, misses, engine.next_free, slot_bytes)
         self.stores = StorePlanner(jobs, leaving)
         self.paused = PausedContents(jobs)
-        adapter_of = engine.adapter_of
-        adapters = None if adapter_of is None else AdapterDigests(adapter_of, jobs, deadline_s, clock)
+        adapters = AdapterDigests(engine.adapter_of, jobs, deadline_s, clock) if engine.adapter_of else None
         self.sound = BlockOrigins(has_adapters=adapters is not None)
         self.loads = LoadPlanner(jobs, self.sound, leaving)
         loading = jobs.keys_loading if engine.share_loads else {}
-        self.lookups = Lookups(
-            manager, layout, loading, self.paused, adapters, jobs.changes, deadline_s, clock, leaving
-        )
+        self.lookups = Lookups(jobs, loading, self.paused, adapters, leaving, deadline_s, clock)
         self.queued = QueuedRequests(manager, engine, tenants, adapters, self.sound)
+        self.records = self.observer.records
+        """Records of the latest requests: what each asked for and found."""
         self.metrics.set("pool_blocks", manager.most_blocks())
         self.metrics.set("off", 0)
-
-    @property
-    def metrics(self) -> Metrics:
-        return self.observer.metrics
-
-    @property
-    def records(self) -> deque[RequestRecord]:
-        """Records of the latest requests: what each asked for and found."""
-        return self.observer.records
 
     # Lookup.
 
@@ -167,7 +163,7 @@ class OffloadingConnectorScheduler:
         self.stores.begin(state, match, num_external_tokens)
         if num_external_tokens and not self.loads.begin(state, match, blocks, num_external_tokens):
             self.loads.fail(self.requests, request, blocks, num_external_tokens)
-        elif self.engine.is_beside_others and match is not None:
+        elif self.queued.engine.is_beside_others and match is not None:
             # Before the step in which the request is scheduled, another connector may write to them.
             given = self.loads.blocks_behind(match.computed, blocks)
             self.jobs.handed_out += given
@@ -186,24 +182,17 @@ class OffloadingConnectorScheduler:
         """Returns the loads, stores and fences of this step, for the workers."""
         if self.layout.parts.is_divided:
             step = self.layout.parts.step(step)
-        has_tokens = _has_tokens(step)
-        jobs, meta = self.jobs, self.jobs.meta
+        has_tokens, jobs, meta = _has_tokens(step), self.jobs, self.jobs.meta
         if self.paused.is_hidden:
             meta.check_weights = self.paused.begin_step(has_tokens)
         if (adapters := self.lookups.adapters) is not None:
             adapters.begin_step(meta, step.num_scheduled_tokens, self.requests)
         if self.queued.new:
             self.queued.read_ahead()
-        self._poll(0.0 if has_tokens else IDLE_WAIT_S)
+        jobs.poll(0.0 if has_tokens else IDLE_WAIT_S)
         requests, preempted = self.requests, tuple(step.preempted)
-        for req_id in preempted:
-            if (state := requests.get(req_id)) is not None:
-                self.stores.lose_blocks(state)
-                # It may have new blocks already, in the step that says that it lost the old ones.
-                has_new_ones = req_id in jobs.allocated
-                state.lose_blocks(has_new_ones)
-                if not has_new_ones:
-                    self.observer.prefilling.pop(req_id, None)
+        if preempted:
+            self.stores.preempt(preempted, requests)
         leaving = jobs.handed_out
         if step.block_ids:
             leaving += self.stores.take_tables(step, requests, self.sound)
@@ -230,11 +219,6 @@ class OffloadingConnectorScheduler:
             meta.releases += jobs.take_unheld(self.lookups.clock())
         return jobs.take_step(has_tokens)
 
-    def _poll(self, timeout_s: float = 0.0) -> None:
-        if self.manager.poll(timeout_s):
-            self.jobs.changes.contents += 1
-            self.jobs.changes.loads += 1
-
     @guarded(lambda self, report: None)
     def update_connector_output(self, report: WorkerReport) -> None:
         """Takes in what the workers have done. Reports of unknown jobs are ignored."""
@@ -249,20 +233,13 @@ class OffloadingConnectorScheduler:
         if (adapters := self.lookups.adapters) is not None and (report.adapters or report.answers):
             states = [*self.requests.values(), *(state for state, _ in self.jobs.finished)]
             self.sound.discard(adapters.take_report(report, states))
-        self._poll()
+        self.jobs.poll()
         self.observer.reported(report)
         if self.stores.leaving is not None:
             self.stores.leaving.measure(report)
-        ended: list[Job] = []
-        for job in self.jobs.take_reports(report) if report.done else ():
-            if job.is_store:
-                self.jobs.end_store(job)
-                if job.failed and self.stores.leaving is not None:
-                    self.stores.leaving.device.forget_early(job.device_blocks)
-            elif not self.loads.end_job(job):
-                continue
-            ended.append(job)
-        if ended:
+        if report.done:
+            reported = self.jobs.take_reports(report)
+            ended = [job for job in reported if (self.stores if job.is_store else self.loads).end_job(job)]
             self.observer.copied(ended)
         if report.broken:
             self.switch_off("a worker's transfer engine")
@@ -277,12 +254,11 @@ class OffloadingConnectorScheduler:
         what requests in progress have computed nor what was computed with it is stored.
         """
         awaited = frozenset().union(*(state.filled.of_others for state in self.requests.values()))
-        if awaited.issuperset(device_blocks):
-            return
-        self.observer.warn(OTHERS_FAILED)
-        for job in self.jobs.jobs.values():
-            job.failed |= job.is_store
-        self._distrust_device()
+        if not awaited.issuperset(device_blocks):
+            self.observer.warn(OTHERS_FAILED)
+            for job in self.jobs.jobs.values():
+                job.failed |= job.is_store
+            self._distrust_device()
 
     def _distrust_device(self) -> None:
         """Stores nothing that is on the device now, and nothing that is computed with it."""
@@ -307,44 +283,32 @@ class OffloadingConnectorScheduler:
         """
         state = self.requests.pop(request.request_id, None)
         if state is None:
-            state = self.queued.take(request)
-            if state is not None:
-                self.manager.release_request(state.context)
+            if (queued := self.queued.take(request)) is not None:
+                self.manager.release_request(queued.context)
             return False, None
         self.manager.release_request(state.context)
         self.stores.end(state)
         self.observer.end(state, *self.stores.retain(state))
-        answer: dict[str, Any] | None = None
-        options = state.options
-        # Routers send the answer to a remote decode on in place of what the client has sent.
-        passed_on = options.to_pass_on() if options.is_passed_on else None
-        if options.is_sent and state.observed.record is not None:
-            answer = {PARAM: state.observed.usage() if passed_on is None else passed_on}
-        if any(state.blocks.tables):
-            self.jobs.finished.append((state, request.num_computed_tokens))
-            if passed_on is not None and options.remote_decode:
-                if (handover := self.stores.hand_over(state)) is not None:
-                    self.metrics.add("handovers", label="sent")
-                    passed_on |= handover.to_options()
-                    answer = {"do_remote_prefill": True, "do_remote_decode": False, PARAM: passed_on}
-                self.jobs.held[request.request_id] = state, self.lookups.clock() + self.lookups.deadline_s
-                return True, answer
-        return False, answer
+        if not any(state.blocks.tables):
+            return False, _answer(state, None)
+        self.jobs.finished.append((state, request.num_computed_tokens))
+        if not state.options.remote_decode:
+            return False, _answer(state, None)
+        if (handover := self.stores.hand_over(state)) is not None:
+            self.metrics.add("handovers", label="sent")
+        self.jobs.held[request.request_id] = state, self.lookups.clock() + self.lookups.deadline_s
+        return True, _answer(state, handover)
 
     def _forget(self, request: Request) -> tuple[bool, None]:
         self.requests.pop(request.request_id, None)
         return False, None
 
-    @guarded(lambda self: self._has_promises())
+    @guarded(lambda self: self.jobs.has_promises)
     def has_pending_work(self) -> bool:
         """Whether the engine must keep stepping although no request needs it to."""
-        if self._has_promises() or self.jobs.jobs or self.jobs.finished:
+        if self.jobs.has_promises or self.jobs.jobs or self.jobs.finished:
             return True
         return isinstance(self.manager, TieredManager) and self.manager.has_pending_writes
-
-    def _has_promises(self) -> bool:
-        meta = self.jobs.meta
-        return bool(meta.broken_loads or meta.releases or self.jobs.held or self.jobs.changes.was_reset)
 
     @guarded(lambda self: [])
     def take_events(self) -> Iterable[OffloadingEvent]:

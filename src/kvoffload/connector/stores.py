@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import secrets
 from bisect import bisect_right
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvoffload.abc import BoundaryState, Offer, OffloadKey, PrepareStoreOutput, Retained, ScheduledStep, TieredManager
 from kvoffload.connector.handover import SERVER_CHARS, Handover, name_of
-from kvoffload.connector.jobs import JobTable
+from kvoffload.connector.jobs import Job, JobTable
 from kvoffload.connector.layout import NULL_BLOCK, Block, KeyLayout
 from kvoffload.connector.leaving import LeavingBlocks
 from kvoffload.connector.options import NEVER
@@ -24,6 +24,7 @@ MAX_TOGETHER = 8
 """Blocks that decoding completes within so many steps are stored by one job."""
 TOGETHER_SHARE = 1 / 8
 """A block waits for others for at most this share of its tokens."""
+STORE_FAILED = "kvoffload: a store failed, or came too late for its blocks, and was dropped"
 
 
 @dataclass(slots=True, eq=False)
@@ -153,6 +154,17 @@ class StorePlanner:
                 sound.trace(state, set().union(*new), set().union(*found))
         return handed_out
 
+    def preempt(self, req_ids: Iterable[str], requests: Mapping[str, RequestState]) -> None:
+        """Takes note of requests that lose their device blocks in this step."""
+        for req_id in req_ids:
+            if (state := requests.get(req_id)) is not None:
+                self.lose_blocks(state)
+                # It may have new blocks already, in the step that says that it lost the old ones.
+                has_new_ones = req_id in self._jobs.allocated
+                state.lose_blocks(has_new_ones)
+                if not has_new_ones:
+                    self._jobs.observer.prefilling.pop(req_id, None)
+
     def lose_blocks(self, state: RequestState) -> None:
         """Stops looking at a request that loses its device blocks."""
         self._due.remove(state.context.req_id)
@@ -266,6 +278,26 @@ class StorePlanner:
             self._store(dues)
         for due in dues:
             self._look_again(due.state.context.req_id, due.state, due.num_computed)
+
+    def end_job(self, job: Job) -> bool:
+        """Ends a store that all workers have reported."""
+        self._manager.complete_store(job.lease, success=not job.failed)
+        if not job.states:
+            # Requests may wait for it, see ``LeavingBlocks.bring_back``.
+            self._jobs.changes.loads += 1
+        if not job.failed:
+            self._jobs.changes.contents += 1
+            self._jobs.observer.stored(job)
+            return True
+        keys = frozenset(job.keys)
+        for state in job.states:
+            state.blocks.stored = [key for key in state.blocks.stored if key not in keys]
+        if self.leaving is not None:
+            self.leaving.device.forget_early(job.device_blocks)
+        if self._jobs.is_current(job):
+            self._jobs.observer.metrics.add("store_failures")
+            self._jobs.observer.warn(STORE_FAILED)
+        return True
 
     def begin(self, state: RequestState, match: Match | None, num_loaded: int) -> None:
         """Takes note of a request that is given device blocks after the lookup ``match``, and loads ``num_loaded``
