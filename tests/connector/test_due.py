@@ -2,83 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from random import Random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from kvoffload.connector.stores import FEW_TOKENS, DueList
+from kvoffload.connector.stores import DueList
 from tests.connector.test_engine_model import exact_ends, silent_updates
 from tests.scale import scaled
 from tests.sim.engine import ModelEngine, Scenario
 
 
-@dataclass
-class Decoding:
-    """A request that is due whenever it has computed ``left`` more tokens."""
-
-    block_tokens: int
-    left: int
-    looks: int = 0
-    blocks: int = 0
-
-
-def run_steps(due_list: DueList, rng: Random, num_steps: int, most: int, takes_back: bool) -> dict[str, Decoding]:
-    """Requests come and go, compute up to ``most`` tokens in some steps, and may lose some of these afterwards. Raises
-    AssertionError if one is due and was not taken out."""
-    requests: dict[str, Decoding] = {}
-    for step in range(num_steps):
-        if rng.random() < 0.2 or not requests:
-            size = rng.choice((1, 4, 16, 128))
-            requests[f"r{step}"] = Decoding(size, size)
-            due_list.add(f"r{step}", 1)
-        if rng.random() < 0.1:
-            gone = rng.choice(list(requests))
-            del requests[gone]
-            due_list.remove(gone)
-        scheduled = {req_id: rng.randint(0, most) for req_id in requests if rng.random() < 0.8}
-        taken = due_list.take(scheduled)
-        assert len(set(taken)) == len(taken)
-        for req_id, request in requests.items():
-            computed = scheduled.get(req_id, 0)
-            assert req_id in taken or computed < request.left, f"{req_id} is due at step {step}"
-            request.left -= computed
-            if req_id in taken:
-                request.looks += 1
-                while request.left <= 0:
-                    request.left += request.block_tokens
-                    request.blocks += 1
-                due_list.add(req_id, request.left)
-            if takes_back and computed:
-                request.left += rng.randint(0, min(computed, request.block_tokens - request.left))
-        assert len(due_list) == len(requests)
-    return requests
-
-
-@pytest.mark.parametrize("most", [1, 5, FEW_TOKENS, FEW_TOKENS + 1, 300])
-@pytest.mark.parametrize("takes_back", [False, True])
-def test_no_request_is_missed(most: int, takes_back: bool) -> None:
-    for seed in range(20):
-        requests = run_steps(DueList(), Random(seed), 300, most, takes_back)
-        assert sum(request.blocks for request in requests.values()) > 0
-
-
 class OneTokenLate(DueList):
     def add(self, req_id: str, tokens: int) -> None:
         super().add(req_id, tokens + 1)
-
-
-class LargeForgotten(DueList):
-    def take(self, scheduled: Mapping[str, int]) -> list[str]:
-        return super().take({req_id: min(tokens, FEW_TOKENS) for req_id, tokens in scheduled.items()})
-
-
-@pytest.mark.parametrize("wrong", [OneTokenLate, LargeForgotten])
-def test_a_wrong_list_is_noticed(wrong: type[DueList]) -> None:
-    with pytest.raises(AssertionError, match="is due at step"):
-        run_steps(wrong(), Random(0), 1000, 300, False)
 
 
 def test_a_decoding_request_is_looked_at_once_per_block() -> None:

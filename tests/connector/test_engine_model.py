@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvoffload.abc import (
     KVGroup,
@@ -308,51 +306,6 @@ def test_a_rank_whose_transfer_breaks(seed: int) -> None:
 )
 def test_engine_and_connector_read_a_group_alike(group: KVGroup) -> None:
     assert [first_attended(group, p) for p in range(50)] == [group.skipped_tokens(p) for p in range(50)]
-
-
-@settings(max_examples=scaled(30), deadline=None, derandomize=True)
-@given(
-    seed=st.integers(0, 2**32),
-    factor=st.integers(1, 5),
-    host_blocks=st.integers(1, 40),
-    chunk=st.integers(1, 40),
-    caching=st.booleans(),
-    is_async=st.booleans(),
-    policy=st.sampled_from(("lru", "arc", "auto")),
-    failures=st.sampled_from((0.0, 0.3, 1.0)),
-    aborts=st.sampled_from((0.0, 0.2)),
-    resets=st.sampled_from((0.0, 0.1)),
-    groups=st.sampled_from((None, 0, 1, 2, 3, 4, 5, 6, 7)),
-)
-def test_any_scenario(
-    seed: int,
-    factor: int,
-    host_blocks: int,
-    chunk: int,
-    caching: bool,
-    is_async: bool,
-    policy: str,
-    failures: float,
-    aborts: float,
-    resets: float,
-    groups: int | None,
-) -> None:
-    scenario = Scenario(
-        seed=seed,
-        block_size_factor=factor,
-        num_host_blocks=host_blocks,
-        max_tokens_per_step=chunk,
-        prefix_caching=caching,
-        async_scheduling=is_async,
-        policy=policy,
-        copy_failure_rate=failures,
-        abort_chance=aborts,
-        reset_chance=resets,
-    )
-    if groups is not None:
-        rng = Random(groups)
-        scenario = scenario.with_groups(random_groups(rng), rng)
-    ModelEngine(scenario).run()
 
 
 class Lost(AssertionError):

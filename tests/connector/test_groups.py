@@ -18,22 +18,6 @@ from tests.connector.rig import TOKENS, FakeRequest, make_half
 FULL, WINDOW = 0, 1
 
 
-@pytest.mark.parametrize(
-    ("group", "num_computed", "skipped"),
-    [
-        (KVGroup(4), 100, 0),
-        (KVGroup(4, sliding_window=4), 7, 4),
-        (KVGroup(4, sliding_window=4), 3, 0),
-        (KVGroup(4, sliding_window=1), 7, 7),
-        (KVGroup(4, attention_chunk=8), 13, 8),
-        (KVGroup(4, attention_chunk=8), 8, 8),
-        (KVGroup(4, attention_chunk=8), 7, 0),
-    ],
-)
-def test_tokens_that_a_token_does_not_attend_to(group: KVGroup, num_computed: int, skipped: int) -> None:
-    assert group.skipped_tokens(num_computed) == skipped
-
-
 @pytest.mark.parametrize("sizes", [{"sliding_window": 0}, {"block_size_factor": 0}, {"attention_chunk": -1}])
 def test_an_invalid_group_is_refused(sizes: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="must be at least 1"):
@@ -51,57 +35,6 @@ def test_a_lookahead_that_is_negative_or_longer_than_a_block_is_refused(lookahea
 def test_a_lookahead_of_states_is_refused() -> None:
     with pytest.raises(ConfigError, match="lookahead=1: must be 0 for a group with a state"):
         KVGroup(4, state=True, lookahead=1)
-
-
-@pytest.mark.parametrize(
-    ("window", "needed"),
-    # For a request that goes on at token 20: blocks of tokens 20 - (window - 1) to 20.
-    [(2, {4}), (5, {4}), (6, {3, 4}), (9, {3, 4}), (10, {2, 3, 4}), (21, {0, 1, 2, 3, 4}), (99, {0, 1, 2, 3, 4})],
-)
-def test_a_window_needs_its_last_blocks_and_no_others(window: int, needed: set[int]) -> None:
-    for ordinal in range(5):
-        rig = GroupRig([KVGroup(4), KVGroup(4, sliding_window=window)])
-        asked = rig.request(22)
-        rig.compute(asked)
-        rig.drop(asked, WINDOW, ordinal)
-        assert (rig.hit(rig.request(22)) == 20) is (ordinal not in needed), ordinal
-
-
-@pytest.mark.parametrize(("end", "needed"), [(18, set()), (26, {4, 5}), (34, set())])
-def test_a_chunk_needs_the_blocks_in_it(end: int, needed: set[int]) -> None:
-    """Chunks of 16 tokens: a request that goes on at 24 needs the blocks of tokens 16 to 24; one that goes on at 16 or
-    32 needs none."""
-    for ordinal in range(end // 4):
-        rig = GroupRig([KVGroup(4), KVGroup(4, attention_chunk=16)])
-        asked = rig.request(end)
-        rig.compute(asked)
-        rig.drop(asked, WINDOW, ordinal)
-        assert (rig.hit(rig.request(end)) == end // 4 * 4) is (ordinal not in needed), ordinal
-
-
-def test_blocks_that_slid_out_before_they_were_stored_are_left_out() -> None:
-    """The pool is busy while the first half is computed; when it has room, part of the windows is gone."""
-    rig = GroupRig([KVGroup(4), KVGroup(4, sliding_window=9)], num_host_blocks=20)
-    busy = rig.request(40, first=1000)
-    rig.hit(busy, 0)
-    tables = rig.tables(40)
-    rig.allocate(busy, tables)
-    blocking = rig.give(busy, 40, tables, new=True)
-    request = rig.request(24)
-    rig.hit(request, 0)
-    first = rig.tables(12)
-    rig.allocate(request, first)
-    assert not rig.give(request, 12, first, new=True).stores
-    rig.done(blocking)
-    more = rig.tables(12)
-    meta = rig.give(request, 12, more, new=False)
-    (spec,) = meta.stores.values()
-    # The token at 12 looks back to 4: device block 0 of the window group may be another's by now.
-    assert spec.device.group_sizes == (6, 5)
-    assert spec.device.block_ids.tolist() == [*first[FULL], *more[FULL], *first[WINDOW][1:], *more[WINDOW]]
-    # Without block 0 of the window's group one can go on at 4 no more, but at 8 again.
-    rig.done(meta)
-    assert [rig.hit(rig.request(n + 1)) for n in (4, 8, 12, 24)] == [0, 0, 12, 24]
 
 
 DRAFTING = {"following": lambda request, position, n: repr(request.tokens[position : position + n]).encode()}

@@ -7,18 +7,6 @@ import pytest
 from tests.connector.rig import REMOTE_DECODE, FakeRequest, Rig, device_ids, only, prompt
 
 
-@pytest.mark.parametrize(("computed", "first"), [(0, 0), (4, 1), (12, 3), (16, 4)])
-def test_only_the_missing_device_blocks_are_copied(computed: int, first: int) -> None:
-    rig = Rig(factor=4)
-    rig.store(prompt(32))
-    ids = [100 + i for i in range(8)]
-    _, spec = only(rig.load(FakeRequest("r", prompt(50)), computed, ids).loads)
-    assert device_ids(spec) == ids[first:]
-    assert spec.device.block_indices == (first,)
-    assert spec.device.group_sizes == (8 - first,)
-    assert len(spec.host.slots) == (1 if first == 4 else 2)
-
-
 def test_the_engine_may_take_less_than_it_was_offered() -> None:
     rig = Rig(factor=2)
     rig.store(prompt(32))
@@ -59,17 +47,6 @@ def test_a_load_that_no_step_has_sent_before_a_reset_fails(is_pause: bool) -> No
     assert meta.broken_loads == {"r": [50, 51]}
     assert not rig.half.jobs.jobs
     assert rig.half.metrics.snapshot()["load_failures"] == 1
-
-
-def test_nothing_is_stored_for_a_request_while_it_is_loading() -> None:
-    rig = Rig()
-    rig.store(prompt(8))
-    request = FakeRequest("r", prompt(16))
-    job, _ = only(rig.load(request, ids=[50, 51]).loads)
-    assert not rig.step({request: 0}, new={"r": [50, 51]}).stores
-    rig.report(job)
-    _, spec = only(rig.step({request: 8}, new={"r": [50, 51, 52, 53]}).stores)
-    assert device_ids(spec) == [52, 53]
 
 
 def test_a_loaded_prefix_is_not_stored_again() -> None:

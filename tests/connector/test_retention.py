@@ -199,23 +199,6 @@ def test_what_is_not_written_yet_survives_a_flood_before_it_is(server: Server) -
     server.check()
 
 
-def test_a_restart_keeps_what_the_disk_retains(server: Server) -> None:
-    kept, others = server.keys("b", 1, 6), server.keys("b", 2, 6)
-    for keys in (kept, kept[:4]):
-        server.serve(keys)
-        server.settle()
-    assert server.serve(kept, retain(4)) == Retained(None, "disk", 6)
-    server.serve(others)
-    server.settle()
-    for _ in range(2):
-        server.restart()
-        for name in NAMES:
-            server.flood(name, is_written=True)
-        assert server.on_disk(kept) == 6
-        assert server.on_disk(others) == 2
-        server.check()
-
-
 def leading(flags: Iterable[bool]) -> int:
     """Returns the number of leading True values."""
     return sum(1 for _ in itertools.takewhile(bool, flags))

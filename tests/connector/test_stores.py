@@ -246,40 +246,6 @@ def test_a_manager_that_answers_with_other_blocks_switches_offloading_off(
 # Blocks that decoding completes in neighbouring steps.
 
 
-def decode_one_by_one(factor: int, num_requests: int = 8) -> tuple[dict[str, int], list[int]]:
-    """Requests complete a block of ``factor`` device blocks one step after another. Returns after how many more steps
-    the block of each was stored, and the number of blocks per job."""
-    rig = Rig(num_host_blocks=64, factor=factor)
-    size = factor * TOKENS
-    requests = [FakeRequest(f"r{i}", prompt(size - 1 - i, start=1000 * i)) for i in range(num_requests)]
-    waited, blocks_per_job = {}, []
-    names = {}
-    tables = {}
-    for request in requests:
-        tables[request.request_id] = rig.new_blocks(factor)
-        names[tables[request.request_id][0]] = request.request_id
-        rig.look_up(request)
-        rig.allocate(request, tables[request.request_id])
-    assert not rig.step({request: request.num_tokens for request in requests}, new=tables).stores
-    for step in range(num_requests + 16):
-        for request in requests:
-            request.tokens.append(step)
-        for spec in rig.step(dict.fromkeys(requests, 1)).stores.values():
-            firsts = device_ids(spec)[::factor]
-            blocks_per_job.append(len(firsts))
-            for name in (names[first] for first in firsts):
-                assert name not in waited
-                waited[name] = step - int(name[1:])
-    return waited, blocks_per_job
-
-
-def test_one_job_stores_what_decoding_completes_in_neighbouring_steps() -> None:
-    waited, blocks_per_job = decode_one_by_one(factor=16)
-    assert len(waited) == 8
-    assert all(0 <= steps < 8 for steps in waited.values())
-    assert len(blocks_per_job) <= 3
-
-
 @pytest.mark.parametrize(("window", "late"), [(None, True), (64, False)])
 def test_blocks_of_a_window_do_not_wait_for_others(window: int | None, late: bool) -> None:
     rig = GroupRig((KVGroup(64), KVGroup(64, sliding_window=window)) if window else (KVGroup(64),))

@@ -17,7 +17,7 @@ from kvoffload.connector.worker import IDLE_WAIT_S, OffloadingConnectorWorker
 from kvoffload.host.pool import padded_slot_bytes
 from kvoffload.transfer.inline import InlineTransfer
 from tests.connector.rig import LoadedAdapters
-from tests.sim.faults import SlowTransfer, WrappedTransfer
+from tests.sim.faults import WrappedTransfer
 
 LAYERS, BLOCKS, PAGE = 2, 8, 16
 NOTHING = StepMeta()
@@ -120,25 +120,6 @@ def worker(device: Device) -> OffloadingConnectorWorker:
 # Without failures.
 
 
-@pytest.mark.parametrize("store_is_new", [True, False])
-def test_a_load_waits_for_the_store_that_reads_its_blocks(device: Device, store_is_new: bool) -> None:
-    transfer = Sleeping(device.transfer)
-    worker = OffloadingConnectorWorker(transfer)
-    device.data[:, 5], device.pool[3] = 7, 9
-    store, loads = {1: job([2], [5])}, {2: job([3], [5], "l")}
-    if not store_is_new:
-        step(worker, StepMeta(stores=store))
-    assert step(worker, StepMeta(loads=loads, stores=store if store_is_new else {}, load_after={2: [1]}))[0] == set()
-    assert (transfer.tries, transfer.waited_for) == ({1: 1}, []), "the load is not submitted, and the step not fenced"
-    loaded: set[str] = set()
-    for _ in range(4):
-        loaded |= step(worker, IDLE)[0]
-    assert loaded == {"l"}
-    assert device.slot(2) == bytes([7]) * LAYERS * PAGE
-    assert device.block(5) == bytes([9]) * LAYERS * PAGE
-    assert report(worker) == ({1: 1, 2: 1}, set())
-
-
 def test_loads_that_wait_end_when_the_device_loses_its_memory_or_the_transfer_breaks(device: Device) -> None:
     for breaks in (False, True):
         transfer = Sleeping(device.transfer)
@@ -184,31 +165,6 @@ def test_broken_loads_are_reported_as_failed_once(worker: OffloadingConnectorWor
     assert step(worker, StepMeta(broken_loads={"b": [3, 4]})) == ({"b"}, {3, 4}, set())
     assert step(worker) == (set(), set(), set())
     assert worker.take_report() is None, "there was no job"
-
-
-def test_a_load_in_pieces_is_reported_with_the_last_one(worker: OffloadingConnectorWorker) -> None:
-    assert step(worker, StepMeta(loads={1: job([0], [1])}, pieces={1: []})) == (set(), set(), set())
-    assert report(worker) == ({1: 1}, set())
-    last = StepMeta(loads={2: job([1], [2])}, pieces={2: [1, 2]})
-    assert step(worker, last) == ({"r"}, set(), set())
-
-
-def test_the_last_piece_fails_for_all(device: Device) -> None:
-    worker = OffloadingConnectorWorker(Faulty(device.transfer, failures=9))
-    assert step(worker, StepMeta(loads={1: job([0], [1])}, pieces={1: []})) == (set(), set(), set())
-    step(worker)
-    assert report(worker) == ({1: 1}, {1})
-    step(worker, StepMeta(loads={2: job([1], [2])}, pieces={2: [1, 2]}))
-    assert step(worker) == ({"r"}, {1, 2}, set())
-
-
-def test_a_load_is_not_reported_as_failed_while_a_piece_of_it_is_copied(device: Device) -> None:
-    slow = SlowTransfer(device.transfer, 0, 0.0)
-    worker = OffloadingConnectorWorker(slow)
-    step(worker, StepMeta(loads={1: job([0], [1])}, pieces={1: []}))
-    assert step(worker, StepMeta(broken_loads={"r": [1, 2]})) == (set(), set(), set())
-    slow.wait([1])
-    assert step(worker) == ({"r"}, {1, 2}, set())
 
 
 # One call per step.
@@ -280,17 +236,6 @@ def test_a_load_is_tried_twice_and_then_names_its_blocks(device: Device, failure
     loaded = [entry for entry in reported if entry != (set(), set(), set())]
     assert loaded == [({"r"}, set() if ok else {4, 5}, set())], "reported once, when it is decided"
     assert report(worker) == ({1: 1}, set() if ok else {1})
-
-
-def test_a_store_that_failed_is_not_tried_again_after_its_fence(device: Device) -> None:
-    faulty = Faulty(device.transfer, failures=1)
-    worker = OffloadingConnectorWorker(faulty)
-    step(worker, StepMeta(stores={1: job([0], [1])}))
-    step(worker, StepMeta(fences=[1]))
-    device.data[:, 1] = 0
-    step(worker)
-    assert faulty.tries == {1: 1}, "its source may have changed"
-    assert report(worker) == ({1: 1}, {1})
 
 
 # Idle steps.
