@@ -209,12 +209,7 @@ class Rig:
         by_id = scheduled or {}
         ids = {req_id: (blocks,) for req_id, blocks in {**(new or {}), **(more or {})}.items()}
         meta = self.half.build_connector_meta(
-            ScheduledStep(
-                {request.request_id: n for request, n in by_id.items()},
-                ids,
-                frozenset(new or {}),
-                preempted,
-            )
+            ScheduledStep({request.request_id: n for request, n in by_id.items()}, ids, frozenset(new or {}), preempted)
         )
         for request, n in by_id.items():
             request.num_computed_tokens += n

@@ -110,14 +110,7 @@ def test_a_tier_learns_what_it_serves(make: Builder) -> None:
     real = HostPool(BLOCKS, SLOT)
     try:
         handle = real.handle()
-        make(
-            own(),
-            options={"policy": "arc"},
-            pools=[pool(), handle],
-            engine=1,
-            engines=2,
-            identity={"dtype": "half"},
-        )
+        make(own(), options={"policy": "arc"}, pools=[pool(), handle], engine=1, engines=2, identity={"dtype": "half"})
         (context,) = CONTEXTS
         assert [each.shape for each in context.pools] == [(BLOCKS, SLOT)] * 2
         assert context.handles == [None, handle]
@@ -202,10 +195,7 @@ def test_a_medium_that_fails_at_the_start_leaves_the_others(make: Builder, caplo
             f"tiers[1].kind='{HERE}:OwnConfig': the tier cannot be opened (KeyError: 'x'); correct its class, or "
             "remove the entry",
         ),
-        (
-            "nothing",
-            f"tiers[1].kind='{HERE}:OwnConfig': open() returned a NoneType; it must return a kvoffload.Tier",
-        ),
+        ("nothing", f"tiers[1].kind='{HERE}:OwnConfig': open() returned a NoneType; it must return a kvoffload.Tier"),
     ],
 )
 def test_what_is_open_is_closed_if_another_tier_is_wrong(make: Builder, tmp_path: Path, fails: str, said: str) -> None:

@@ -154,19 +154,6 @@ def test_what_leaves_for_a_large_load_takes_the_slots_of_what_was_loaded() -> No
     assert len(case.device) == 8
 
 
-@pytest.mark.parametrize("num_before", [0, 1, 6])
-def test_a_piece_that_fails_fails_its_load(num_before: int) -> None:
-    case = InPieces()
-    for _ in range(num_before):
-        case.go_on()
-    meta = case.go_on(failed=True)
-    assert (meta.broken_loads, meta.loads) == ({"b": case.ids}, {})
-    assert case.num_loading == 0
-    assert case.rig.half.metrics.snapshot()["load_failures"] == 1
-    assert not case.go_on().broken_loads
-    case.rig.manager.check_integrity()
-
-
 def test_what_is_written_to_in_the_step_is_no_reason_for_pieces() -> None:
     """It leaves the device at once."""
     case = InPieces(written=range(1, 8))

@@ -37,6 +37,32 @@ def test_a_lookahead_of_states_is_refused() -> None:
         KVGroup(4, state=True, lookahead=1)
 
 
+@pytest.mark.parametrize(
+    ("window", "needed"),
+    # For a request that goes on at token 20: blocks of tokens 20 - (window - 1) to 20.
+    [(2, {4}), (5, {4}), (6, {3, 4}), (9, {3, 4}), (10, {2, 3, 4}), (21, {0, 1, 2, 3, 4}), (99, {0, 1, 2, 3, 4})],
+)
+def test_a_window_needs_its_last_blocks_and_no_others(window: int, needed: set[int]) -> None:
+    for ordinal in range(5):
+        rig = GroupRig([KVGroup(4), KVGroup(4, sliding_window=window)])
+        asked = rig.request(22)
+        rig.compute(asked)
+        rig.drop(asked, WINDOW, ordinal)
+        assert (rig.hit(rig.request(22)) == 20) is (ordinal not in needed), ordinal
+
+
+@pytest.mark.parametrize(("end", "needed"), [(18, set()), (26, {4, 5}), (34, set())])
+def test_a_chunk_needs_the_blocks_in_it(end: int, needed: set[int]) -> None:
+    """Chunks of 16 tokens: a request that goes on at 24 needs the blocks of tokens 16 to 24; one that goes on at 16 or
+    32 needs none."""
+    for ordinal in range(end // 4):
+        rig = GroupRig([KVGroup(4), KVGroup(4, attention_chunk=16)])
+        asked = rig.request(end)
+        rig.compute(asked)
+        rig.drop(asked, WINDOW, ordinal)
+        assert (rig.hit(rig.request(end)) == end // 4 * 4) is (ordinal not in needed), ordinal
+
+
 DRAFTING = {"following": lambda request, position, n: repr(request.tokens[position : position + n]).encode()}
 
 

@@ -49,6 +49,17 @@ def test_a_load_that_no_step_has_sent_before_a_reset_fails(is_pause: bool) -> No
     assert rig.half.metrics.snapshot()["load_failures"] == 1
 
 
+def test_nothing_is_stored_for_a_request_while_it_is_loading() -> None:
+    rig = Rig()
+    rig.store(prompt(8))
+    request = FakeRequest("r", prompt(16))
+    job, _ = only(rig.load(request, ids=[50, 51]).loads)
+    assert not rig.step({request: 0}, new={"r": [50, 51]}).stores
+    rig.report(job)
+    _, spec = only(rig.step({request: 8}, new={"r": [50, 51, 52, 53]}).stores)
+    assert device_ids(spec) == [52, 53]
+
+
 def test_a_loaded_prefix_is_not_stored_again() -> None:
     rig = Rig()
     rig.store(prompt(8))

@@ -11,19 +11,7 @@ from kvoffload.cache.slots import HostBackend
 from tests.connector.rig import FakeRequest, Rig, device_ids, make_half, only, prompt
 
 
-@pytest.mark.parametrize(
-    ("asked", "offered"),
-    [
-        (3, 0),
-        (4, 0),
-        (5, 4),
-        (8, 7),
-        (9, 8),
-        (11, 8),
-        (12, 8),
-        (30, 8),
-    ],
-)
+@pytest.mark.parametrize(("asked", "offered"), [(3, 0), (4, 0), (5, 4), (8, 7), (9, 8), (11, 8), (12, 8), (30, 8)])
 def test_whole_blocks_are_offered_and_one_token_is_left_to_compute(asked: int, offered: int) -> None:
     rig = Rig()
     rig.store(prompt(10))  # two whole blocks
@@ -41,10 +29,7 @@ def test_a_prompt_of_one_token_is_computed_although_its_block_is_stored() -> Non
     assert half.get_num_new_matched_tokens(FakeRequest("t", [7, 8], hash_tokens=1), 0) == (1, True)
 
 
-@pytest.mark.parametrize(
-    ("computed", "offered"),
-    [(0, 32), (4, 28), (12, 20), (16, 16), (20, 0), (28, 0), (32, 0)],
-)
+@pytest.mark.parametrize(("computed", "offered"), [(0, 32), (4, 28), (12, 20), (16, 16), (20, 0), (28, 0), (32, 0)])
 def test_a_device_hit_may_end_inside_a_block_but_less_than_a_block_is_not_offered(computed: int, offered: int) -> None:
     rig = Rig(factor=4)
     rig.store(prompt(32))

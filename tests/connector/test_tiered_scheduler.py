@@ -153,7 +153,7 @@ def test_events_are_described_by_any_request_that_waits() -> None:
     rig.half.request_finished(FakeRequest("r2", []))
     rig.manager.drop(rig.keys(prompt(8)), only_host=True)
     list(rig.half.take_events())
-    assert not rig.half.observer.descriptions._coming
+    assert not vars(rig.half.observer.descriptions)["_coming"]
 
 
 def test_an_event_costs_the_same_however_many_requests_wait() -> None:

@@ -42,11 +42,7 @@ class StrictManager(LRUOffloadingManager):
                 raise Phantom(key.hex())
 
     def touch(
-        self,
-        keys: Keys,
-        req_context: ReqContext | None = None,
-        chain: Keys | None = None,
-        found: Slots | None = None,
+        self, keys: Keys, req_context: ReqContext | None = None, chain: Keys | None = None, found: Slots | None = None
     ) -> None:
         self.check(keys)
         self.touches.append((list(keys), None if chain is None else list(chain)))
@@ -140,11 +136,7 @@ class Whole(LRUOffloadingManager):
     """Touches and reorders a chain with the states of all of its boundaries."""
 
     def touch(
-        self,
-        keys: Keys,
-        req_context: ReqContext | None = None,
-        chain: Keys | None = None,
-        found: Slots | None = None,
+        self, keys: Keys, req_context: ReqContext | None = None, chain: Keys | None = None, found: Slots | None = None
     ) -> None:
         self.chain = list(chain or ())
         super().touch(self.chain, req_context, found=found)
@@ -211,11 +203,7 @@ class Deaf(LRUOffloadingManager):
     """Its admission hears of the states only that a request uses."""
 
     def touch(
-        self,
-        keys: Keys,
-        req_context: ReqContext | None = None,
-        chain: Keys | None = None,
-        found: Slots | None = None,
+        self, keys: Keys, req_context: ReqContext | None = None, chain: Keys | None = None, found: Slots | None = None
     ) -> None:
         super().touch(keys, req_context, None, found)
 

@@ -17,7 +17,7 @@ from kvoffload.connector.worker import IDLE_WAIT_S, OffloadingConnectorWorker
 from kvoffload.host.pool import padded_slot_bytes
 from kvoffload.transfer.inline import InlineTransfer
 from tests.connector.rig import LoadedAdapters
-from tests.sim.faults import WrappedTransfer
+from tests.sim.faults import SlowTransfer, WrappedTransfer
 
 LAYERS, BLOCKS, PAGE = 2, 8, 16
 NOTHING = StepMeta()
@@ -165,6 +165,24 @@ def test_broken_loads_are_reported_as_failed_once(worker: OffloadingConnectorWor
     assert step(worker, StepMeta(broken_loads={"b": [3, 4]})) == ({"b"}, {3, 4}, set())
     assert step(worker) == (set(), set(), set())
     assert worker.take_report() is None, "there was no job"
+
+
+def test_the_last_piece_fails_for_all(device: Device) -> None:
+    worker = OffloadingConnectorWorker(Faulty(device.transfer, failures=9))
+    assert step(worker, StepMeta(loads={1: job([0], [1])}, pieces={1: []})) == (set(), set(), set())
+    step(worker)
+    assert report(worker) == ({1: 1}, {1})
+    step(worker, StepMeta(loads={2: job([1], [2])}, pieces={2: [1, 2]}))
+    assert step(worker) == ({"r"}, {1, 2}, set())
+
+
+def test_a_load_is_not_reported_as_failed_while_a_piece_of_it_is_copied(device: Device) -> None:
+    slow = SlowTransfer(device.transfer, 0, 0.0)
+    worker = OffloadingConnectorWorker(slow)
+    step(worker, StepMeta(loads={1: job([0], [1])}, pieces={1: []}))
+    assert step(worker, StepMeta(broken_loads={"r": [1, 2]})) == (set(), set(), set())
+    slow.wait([1])
+    assert step(worker) == ({"r"}, {1, 2}, set())
 
 
 # One call per step.

@@ -161,8 +161,7 @@ class LoadPlanner:
         ids: list[int] = []
         spans, sizes, firsts = [], [], []
         for group, table in zip(self.jobs.layout.groups, self._tables(blocks), strict=True):
-            before = group.skipped_tokens(end) if group.state else computed
-            first = max(before, computed) // group.device_block_size
+            first = (group.skipped_tokens(end) if group.state else computed) // group.device_block_size
             last = min(-(-end // group.device_block_size), len(table))
             while first < last and table[first] == NULL_BLOCK:
                 first += 1
