@@ -219,12 +219,17 @@ class Rig:
         report = WorkerReport(dict.fromkeys(job_ids, times), set(job_ids) if failed else set())
         self.half.update_connector_output(report)
 
-    def start(self, request: FakeRequest, ids: list[int] | None = None) -> StepMeta:
-        """Looks the request up, declines what is offered, computes all its tokens in one step."""
+    def start(
+        self, request: FakeRequest, ids: list[int] | None = None, computed: int = 0, num_tokens: int | None = None
+    ) -> StepMeta:
+        """Looks the request up, declines what is offered, and computes its tokens, by default all, in one step.
+        ``computed``: tokens that the device has."""
         ids = self.new_blocks(-(-request.num_tokens // TOKENS)) if ids is None else ids
-        self.look_up(request)
+        self.look_up(request, computed)
         self.allocate(request, ids)
-        return self.step({request: request.num_tokens}, new={request.request_id: ids})
+        request.num_computed_tokens = computed
+        num_tokens = request.num_tokens - computed if num_tokens is None else num_tokens
+        return self.step({request: num_tokens}, new={request.request_id: ids})
 
     def store(self, tokens: list[int], name: str = "writer") -> None:
         """Some request computes ``tokens``, its blocks are stored, and it is gone."""

@@ -70,9 +70,7 @@ def test_what_the_engine_finds_on_the_device_does_not_leave_it() -> None:
     rig = rig_of()
     finish(rig, "a", prompt(8), [1, 2])
     sharer = FakeRequest("b", prompt(12), num_computed_tokens=8)
-    rig.look_up(sharer, computed=8)
-    rig.allocate(sharer, [1, 2, 3])
-    assert not rig.step({sharer: 4}, new={"b": [1, 2, 3]}).stores
+    assert not rig.start(sharer, [1, 2, 3], computed=8, num_tokens=4).stores
     rig.half.request_finished(sharer)
     rig.step()
     job, spec = only(rig.start(FakeRequest("c", prompt(8, start=50)), [3, 2]).stores)
@@ -452,9 +450,7 @@ def test_a_block_of_two_tenants_without_salts_is_stored_for_both() -> None:
     finish(rig, "a", prompt(8), [1, 2], tenant="a")
     for name in ("b1", "b2"):
         other = FakeRequest(name, [*prompt(8), 99], {"kvoffload": {"tenant": "b"}}, num_computed_tokens=8)
-        rig.look_up(other, computed=8)
-        rig.allocate(other, [1, 2, 3])
-        assert not rig.step({other: 1}, new={name: [1, 2, 3]}).stores
+        assert not rig.start(other, [1, 2, 3], computed=8, num_tokens=1).stores
         rig.half.request_finished(other)
         rig.step()
     meta = rig.start(FakeRequest("c", prompt(4, start=50)), [1])
@@ -491,9 +487,7 @@ def test_what_is_stored_for_a_request_is_counted_after_it_has_ended() -> None:
     rig = rig_of()
     finish(rig, "a", prompt(12), [1, 2, 3])
     sharer = FakeRequest("b", [*prompt(12), 99], num_computed_tokens=12)
-    rig.look_up(sharer, computed=12)
-    rig.allocate(sharer, [1, 2, 3, 4])
-    rig.step({sharer: 1}, new={"b": [1, 2, 3, 4]})
+    rig.start(sharer, [1, 2, 3, 4], computed=12, num_tokens=1)
     rig.half.request_finished(sharer)
     rig.step()
     rig.report(*rig.start(FakeRequest("c", prompt(4, start=50)), [3]).stores)

@@ -118,9 +118,7 @@ def test_a_request_is_one_use_of_its_blocks_however_often_it_is_looked_up() -> N
     rig.step({request: 8}, new={"r": [1, 2, 3]})
     rig.step(preempted=["r"])
     request.num_computed_tokens = 0
-    rig.look_up(request)
-    rig.allocate(request, [4, 5, 6])
-    rig.step({request: 12}, new={"r": [4, 5, 6]})
+    rig.start(request, [4, 5, 6], num_tokens=12)
     rig.step({request: 0})
     rig.half.request_finished(request)
     rig.step()

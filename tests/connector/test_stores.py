@@ -33,9 +33,7 @@ def test_a_chain_stored_in_parts_loses_its_tail_before_its_head() -> None:
     rig = Rig(num_host_blocks=5)
     rig.store(prompt(4), "short")
     request = FakeRequest("r", prompt(16))
-    rig.look_up(request)
-    rig.allocate(request, [2, 3, 4, 5])
-    jobs = [*rig.step({request: 8}, new={"r": [2, 3, 4, 5]}).stores]
+    jobs = [*rig.start(request, [2, 3, 4, 5], num_tokens=8).stores]
     for _ in range(2):
         jobs += rig.step({request: 4}).stores
     rig.report(*jobs)
@@ -55,9 +53,7 @@ def test_a_chain_stored_in_parts_loses_its_tail_before_its_head() -> None:
 def test_whole_blocks_of_known_and_computed_tokens_are_stored(known: int, scheduled: int, stored: int) -> None:
     rig = Rig()
     request = FakeRequest("r", prompt(known))
-    rig.look_up(request)
-    rig.allocate(request, [1, 2, 3, 4])
-    meta = rig.step({request: scheduled}, new={"r": [1, 2, 3, 4]})
+    meta = rig.start(request, [1, 2, 3, 4], num_tokens=scheduled)
     assert [b for spec in meta.stores.values() for b in device_ids(spec)] == [1, 2, 3, 4][:stored]
     assert rig.status(prompt(known))[:stored] == [-1] * stored
 
@@ -65,9 +61,7 @@ def test_whole_blocks_of_known_and_computed_tokens_are_stored(known: int, schedu
 def test_the_last_whole_block_is_stored_when_the_request_finishes() -> None:
     rig = Rig()
     request = FakeRequest("r", prompt(3))
-    rig.look_up(request)
-    rig.allocate(request, [1])
-    rig.step({request: 3}, new={"r": [1]})
+    rig.start(request, [1], num_tokens=3)
     rig.step({request: 1})
     request.tokens.append(99)
     assert rig.half.request_finished(request, [1]) == (False, None)
@@ -157,16 +151,12 @@ def test_nothing_is_stored_behind_a_refused_block_and_the_policy_learns_of_it(pr
     rig = Rig(manager=PolicyOffloadingManager(HostBackend(TOKENS, 8), policy))
     rig.store(prompt(32, start=500))
     request, ids = FakeRequest("r", prompt(24)), rig.new_blocks(6)
-    rig.look_up(request)
-    rig.allocate(request, ids)
-    rig.report(*rig.step({request: 12}, new={"r": ids}).stores)
+    rig.report(*rig.start(request, ids, num_tokens=12).stores)
     assert rig.status(prompt(24)) == [0, None, None, None, None, None]
     if preempted:
         rig.step(preempted=["r"])
         request.num_computed_tokens = 0
-        rig.look_up(request)
-        rig.allocate(request, ids)
-        rig.step({request: 12}, new={"r": ids})
+        rig.start(request, ids, num_tokens=12)
     assert not rig.step({request: 12}).stores
     assert rig.status(prompt(24)) == [0, None, None, None, None, None]
     behind = [rig.keys(prompt(24))[i] for i in (2, 1, 5, 4, 3)]  # of either part, its tail first

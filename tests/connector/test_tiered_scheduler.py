@@ -308,9 +308,7 @@ def test_decoded_blocks_are_written_when_their_request_ends() -> None:
     rig.store(prompt(20))
     request = FakeRequest("r", prompt(18))
     ids = rig.new_blocks(7)
-    rig.look_up(request)
-    rig.allocate(request, ids)
-    rig.step({request: 18}, new={"r": ids})
+    rig.start(request, ids, num_tokens=18)
     for token in range(900, 908):
         request.tokens.append(token)
         rig.report(*rig.step({request: 1}).stores)
@@ -369,9 +367,7 @@ def test_the_manager_learns_how_fast_the_engine_computes() -> None:
     rig = TieredRig(num_host_blocks=64)
     request = FakeRequest("r", prompt(100))
     ids = rig.new_blocks(26)
-    rig.look_up(request)
-    rig.allocate(request, ids)
-    rig.step({request: 60}, new={"r": ids})
+    rig.start(request, ids, num_tokens=60)
     rig.clock.now += 1.0
     rig.step({request: 40})
     rig.clock.now += 0.5

@@ -199,11 +199,10 @@ class _HostPools:
         """Bytes of one block in each pool."""
         self.block_bytes: int = sum(self.slot_bytes)
         """Bytes of one block on all ranks."""
-        places = [None if handle is None else handle.place for handle in self.handles]
-        self._by_node = {
-            place: [shape for shape, where in zip(shapes, places, strict=True) if where == place] for place in places
-        }
+        self._by_node: dict[object, list[tuple[int, int]]] = {}
         """The shapes of the pools of each node."""
+        for handle, shape in zip(self.handles, shapes, strict=True):
+            self._by_node.setdefault(None if handle is None else handle.place, []).append(shape)
         self.node_block_bytes = max(sum(slot_bytes for _, slot_bytes in node) for node in self._by_node.values())
         """Bytes of one block on the ranks of one node, at most."""
 

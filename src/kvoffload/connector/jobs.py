@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -78,7 +79,7 @@ class JobTable:
     changes: Changes = field(default_factory=Changes)
     jobs: dict[int, Job] = field(default_factory=dict)
     """By job id."""
-    keys_loading: dict[OffloadKey, int] = field(default_factory=dict)
+    keys_loading: Counter[OffloadKey] = field(default_factory=Counter)
     """Keys that are being loaded, and the number of loads that copy each."""
     held: dict[str, tuple[RequestState, float]] = field(default_factory=dict)
     """Finished requests whose device blocks the engine keeps until all their blocks are stored, or a deadline."""
@@ -147,8 +148,7 @@ class JobTable:
         self.jobs[job_id] = job
         for state in job.states:
             state.num_jobs += 1
-        for key in () if job.is_store else job.keys:
-            self.keys_loading[key] = self.keys_loading.get(key, 0) + 1
+        self.keys_loading.update(() if job.is_store else job.keys)
         return job_id
 
     def add_store(
@@ -220,10 +220,8 @@ class JobTable:
         for state in job.states:
             state.num_jobs -= 1
         for key in () if job.is_store else job.keys:
-            left = self.keys_loading[key] - 1
-            if left:
-                self.keys_loading[key] = left
-            else:
+            self.keys_loading[key] -= 1
+            if not self.keys_loading[key]:
                 del self.keys_loading[key]
         return job
 

@@ -194,7 +194,7 @@ def end_handover(lookups: Lookups, observer: RequestObserver, state: RequestStat
     else:
         is_complete = min(handover.tokens, state.request.num_tokens - 1) - num_found < lookups.jobs.layout.device_align
         result = "complete" if is_complete else "partial" if num_found else "none"
-        # A part may be what this server has computed itlookups.
+        # A part may be what this server has computed itself.
         lookups.patience.ended(handover.server, is_complete)
         if lookups.patience.is_lost(handover.server):
             observer.warn(NOTHING_COMES)

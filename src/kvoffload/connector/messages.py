@@ -51,6 +51,10 @@ class StepMeta:
         return self.stores.keys() & chain(self.fences, *self.load_after.values())
 
 
+COPIED = ("store_bytes", "store_seconds", "load_bytes", "load_seconds")
+"""Numbers of a WorkerReport that add up, in it and in metrics."""
+
+
 @dataclass(slots=True)
 class WorkerReport:
     """The results of jobs, from the workers to the scheduler half. Reports of several workers add up."""
@@ -81,11 +85,9 @@ class WorkerReport:
             self.answers.setdefault(question, []).extend(digests)
         for number, seen in other.adapters.items():
             self.adapters.setdefault(number, set()).update(seen)
+        for name in COPIED:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
         self.failed |= other.failed
         self.broken |= other.broken
         self.changed_at = max(self.changed_at, other.changed_at)
-        self.store_bytes += other.store_bytes
-        self.load_bytes += other.load_bytes
-        self.store_seconds += other.store_seconds
-        self.load_seconds += other.load_seconds
         return self

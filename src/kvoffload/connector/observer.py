@@ -25,7 +25,7 @@ from kvoffload.cache.keys import key_group_idx
 from kvoffload.cache.tenants import HOST
 from kvoffload.connector.jobs import Job
 from kvoffload.connector.layout import Block, KeyLayout
-from kvoffload.connector.messages import WorkerReport
+from kvoffload.connector.messages import COPIED, WorkerReport
 from kvoffload.connector.request import Match, RequestState
 from kvoffload.observe.metrics import Metrics
 from kvoffload.observe.records import RECORD_RING_SIZE, RequestRecord
@@ -280,7 +280,7 @@ class RequestObserver:
 
     def reported(self, report: WorkerReport) -> None:
         """Counts what workers have copied."""
-        for name in ("store_bytes", "store_seconds", "load_bytes", "load_seconds"):
+        for name in COPIED:
             if amount := getattr(report, name):
                 self.metrics.add(name, amount)
 

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, repeat
+from operator import mul
 from typing import Any
 
 from kvoffload.abc import BoundaryState, KVGroup, PageGroup, ScheduledStep
@@ -159,13 +160,13 @@ def plan_parts(groups: Sequence[KVGroup], ranks: Sequence[Sequence[int]]) -> Par
         slot_bytes = sum(parts.slot_bytes(groups, sizes) * n for sizes, n in by_rank.items())
         waste = 0.0
         for mix in mixes:
-            used, num_slots = _sum_of_products(mix, block_bytes), _sum_of_products(mix, counts)
+            used, num_slots = sum(map(mul, mix, block_bytes)), sum(map(mul, mix, counts))
             if used:
                 waste = max(waste, 1 - used / (num_slots * slot_bytes))
         return PartPlan(parts, tuple(block_bytes), slot_bytes, waste)
 
     def num_slots(plan: PartPlan) -> float:
-        return _sum_of_products(weights, plan.parts.counts)
+        return float(sum(map(mul, weights, plan.parts.counts)))
 
     whole = plan((1,) * len(groups))
     # If the ranks have different blocks, their slots cannot all be full: one of these divisions is good on average.
@@ -179,10 +180,6 @@ def plan_parts(groups: Sequence[KVGroup], ranks: Sequence[Sequence[int]]) -> Par
         # More parts for less than a hundredth of the pool are not worth their cost.
         best = min(plans, key=lambda each: (round(each.waste, 2), num_slots(each)))
     return dataclasses.replace(best, waste_of_whole=whole.waste)
-
-
-def _sum_of_products(left: Sequence[float], right: Sequence[int]) -> float:
-    return sum(a * b for a, b in zip(left, right, strict=True))
 
 
 def _divisions(groups: Sequence[KVGroup], device_block_bytes: Sequence[int]) -> Iterator[tuple[int, ...]]:
