@@ -77,7 +77,13 @@ class EngineSpec:
     """The groups, or their parts, and how their blocks are named."""
 
     def __post_init__(self) -> None:
-        self._check_groups()
+        groups, parts = self.groups, self.parts
+        if not isinstance(groups, Sequence) or not all(isinstance(group, KVGroup) for group in groups):
+            raise ConfigError("groups", groups, "", "pass a list with one KVGroup per KV cache group of the engine")
+        if parts is not None and not isinstance(parts, Parts):
+            raise ConfigError("parts", parts, "pass plan_parts(...).parts", "or leave it out")
+        if parts is not None and len(parts.counts) != len(groups):
+            raise ConfigError("parts", parts, f"must have one count for each of the {len(groups)} groups")
         for name in ("hash_block_size", "device_blocks", "num_workers"):
             if getattr(self, name) is not None:
                 self._check_number(name)
@@ -114,15 +120,6 @@ class EngineSpec:
         if layout.ahead:
             return "the KV of a drafter depends on later tokens"
         return "blocks are stored in parts" if layout.parts.is_divided else None
-
-    def _check_groups(self) -> None:
-        groups, parts = self.groups, self.parts
-        if not isinstance(groups, Sequence) or not all(isinstance(group, KVGroup) for group in groups):
-            raise ConfigError("groups", groups, "", "pass a list with one KVGroup per KV cache group of the engine")
-        if parts is not None and not isinstance(parts, Parts):
-            raise ConfigError("parts", parts, "pass plan_parts(...).parts", "or leave it out")
-        if parts is not None and len(parts.counts) != len(groups):
-            raise ConfigError("parts", parts, f"must have one count for each of the {len(groups)} groups")
 
     def _check_number(self, name: str) -> None:
         value = getattr(self, name)

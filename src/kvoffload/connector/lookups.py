@@ -64,19 +64,16 @@ class Lookups:
 def locate(lookups: Lookups, state: RequestState, computed: int) -> Match:
     """Returns what can be loaded for a request with ``computed`` tokens on the device."""
     lookup = state.lookup
-    match = lookup.match
-    if match is None or not _still_holds(lookups, match, computed):
-        match = lookup.match = _look_up(lookups, state, computed)
-        if match.tokens is not None and lookup.waiting_since is not None:
-            lookup.waited_s += lookups.clock() - lookup.waiting_since
-            lookup.waiting_since = None
-            lookup.num_waits += 1
+    if (match := lookup.match) is not None:
+        change = lookups.jobs.changes.loads if match.tokens is None else lookups.contents
+        if (match.change, match.computed) == (change, computed) and lookups.clock() < match.expires:
+            return match
+    match = lookup.match = _look_up(lookups, state, computed)
+    if match.tokens is not None and lookup.waiting_since is not None:
+        lookup.waited_s += lookups.clock() - lookup.waiting_since
+        lookup.waiting_since = None
+        lookup.num_waits += 1
     return match
-
-
-def _still_holds(lookups: Lookups, match: Match, computed: int) -> bool:
-    change = lookups.jobs.changes.loads if match.tokens is None else lookups.contents
-    return (match.change, match.computed) == (change, computed) and lookups.clock() < match.expires
 
 
 def _look_up(lookups: Lookups, state: RequestState, computed: int) -> Match:

@@ -89,14 +89,14 @@ class WeightComparisons:
         """Whether the weights have changed in this epoch."""
         self._must_accept = False
         """Whether a new epoch has begun and no step of it has used the weights yet."""
-        self._begun = self._answered = 0
+        self._begun = self.answered = 0
         """Numbers of the latest comparisons that have begun and that have ended."""
 
     def begin_epoch(self) -> None:
         """Called when the scheduler half has dropped all blocks: the weights that the next step uses will be
         accepted."""
         self.is_stale, self._must_accept = False, True
-        self.latest = self._answered = self._begun
+        self.latest = self.answered = self._begun
 
     def cancel_pending(self) -> None:
         """Begins no comparison before the next step that needs one, because the weights may lose their memory."""
@@ -126,22 +126,18 @@ class WeightComparisons:
         ended. Returns whether it found a change."""
         if self.watch is None:
             return False
-        while self._answered < self.latest and not self.is_stale:
-            if self._begun == self._answered:
+        while self.answered < self.latest and not self.is_stale:
+            if self._begun == self.answered:
                 self.watch.begin()
                 self._begun = self.latest
             changed = self.watch.poll()
             if changed is None:
                 return False
-            self._answered = self._begun
+            self.answered = self._begun
             if changed:
                 self.is_stale = True
                 return True
         return False
-
-    def has_answered(self, number: int) -> bool:
-        """Whether comparison ``number`` has ended."""
-        return number <= self._answered
 
 
 class OffloadingConnectorWorker:
@@ -394,15 +390,15 @@ class OffloadingConnectorWorker:
             elif not result.ok and job.tries_left and not self._suspended:
                 job.tries_left -= 1
                 self._submit(result.job_id)
-            elif result.ok and not self._is_outdated(job) and not self._is_confirmed(job):
+            elif result.ok and not self._is_outdated(job) and self._is_unconfirmed(job):
                 self._unconfirmed.append(result)
                 self._end_reading(result.job_id)
             else:
                 self._end(result)
 
-    def _is_confirmed(self, job: _PendingJob) -> bool:
-        """Whether its weights and its adapter were compared."""
-        return self.weights.has_answered(job.comparison) and (job.check is None or not job.check.is_running())
+    def _is_unconfirmed(self, job: _PendingJob) -> bool:
+        """Whether a comparison of its weights, or the check of its adapter, is in progress."""
+        return job.comparison > self.weights.answered or (job.check is not None and job.check.is_running())
 
     def _end_reading(self, job_id: int) -> None:
         """Starts the loads that have waited for this store only."""
