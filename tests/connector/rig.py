@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -16,7 +16,6 @@ from kvoffload.abc import (
     PrepareStoreOutput,
     ReqContext,
     ScheduledStep,
-    Slots,
     TransferSpec,
 )
 from kvoffload.cache.keys import hash_blocks, make_offload_key
@@ -55,24 +54,11 @@ class SpyManager(LRUOffloadingManager):
     def poll(self, timeout_s: float = 0.0) -> bool:
         return self.has_news
 
-    def touch(
-        self,
-        keys: Sequence[OffloadKey],
-        req_context: ReqContext | None = None,
-        chain: Sequence[OffloadKey] | None = None,
-        found: Slots | None = None,
-    ) -> None:
+    def touch(self, keys: Any, req_context: Any = None, chain: Any = None, found: Any = None) -> None:
         self.touches.append(list(keys))
         super().touch(keys, req_context, chain, found)
 
-    def end_chain(
-        self,
-        keys: Sequence[OffloadKey],
-        stored: Collection[OffloadKey],
-        req_context: ReqContext | None = None,
-        chain: Sequence[OffloadKey] | None = None,
-        found: Slots | None = None,
-    ) -> None:
+    def end_chain(self, keys: Any, stored: Any, req_context: Any = None, chain: Any = None, found: Any = None) -> None:
         self.reorders.append((list(keys), list(stored)))
         super().end_chain(keys, stored, req_context, chain, found)
 

@@ -310,9 +310,7 @@ def test_few_calls_look_up_a_long_chain() -> None:
             self.calls += 1
             return super().lookup(keys, req_context)
 
-        def lookup_each(
-            self, keys: Sequence[bytes], req_context: ReqContext | None = None, need: Need = Need.ALL
-        ) -> States:
+        def lookup_each(self, keys: Any, req_context: Any = None, need: Need = Need.ALL) -> States:
             self.calls += 1
             return super().lookup_each(keys, req_context, need)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -155,14 +155,7 @@ class StrictManager(LRUOffloadingManager):
         self.touches.append((list(keys), None if chain is None else list(chain)))
         super().touch(keys, req_context, chain, found)
 
-    def end_chain(
-        self,
-        keys: Keys,
-        stored: Collection[OffloadKey],
-        req_context: ReqContext | None = None,
-        chain: Keys | None = None,
-        found: Slots | None = None,
-    ) -> None:
+    def end_chain(self, keys: Any, stored: Any, req_context: Any = None, chain: Any = None, found: Any = None) -> None:
         self.check(keys)
         self.reorders.append(list(keys))
         self.offers.append(list(chain or ()))
