@@ -213,8 +213,7 @@ class AdapterDigests:
 
 
 def _has_changed(state: RequestState, report: WorkerReport) -> bool:
-    """Whether a worker has computed, or may have computed, for this request with other bytes than those that its keys
-    stand for."""
+    """Whether a worker has computed, or may have, for this request with other bytes than those in its keys."""
     if state.adapter is None or state.origin is None:
         return False
     return not report.adapters.get(state.adapter.number, set()) - {DROPPED} <= state.origin

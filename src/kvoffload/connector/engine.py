@@ -51,9 +51,9 @@ class EngineSpec:
     engines: int = 1
     """Engines that share the budgets of this node."""
     keeps_blocks: bool = False
-    """Whether the engine itself finds a whole block of known tokens until its device block is handed out again, and
-    until then changes it only if it takes tokens back or the caches are reset. Then host memory need not repeat what
-    the device holds."""
+    """Whether the engine finds a whole block of known tokens until its device block is handed out again, and changes it
+    before that only if it takes tokens back or caches are reset. Then host memory need not repeat what the device
+    holds."""
     next_free: Callable[[int], Iterable[int]] | None = None
     """Returns up to n device blocks, those that will be handed out next first. What they hold is stored early, so that
     no step waits for it."""
@@ -129,8 +129,7 @@ class EngineSpec:
 
 def guarded(fallback: Callable[..., Any]) -> Callable[[Method], Method]:
     """Nothing raises into the engine: an unexpected error calls the object's ``switch_off``, and while it is ``off``
-    ``fallback`` answers in the method's place. It must not raise, so it asks neither manager nor engine for anything.
-    """
+    ``fallback`` answers instead. It must not raise, so it asks neither manager nor engine for anything."""
 
     def decorate(method: Method) -> Method:
         @functools.wraps(method)

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from kvoffload.connector.observer import RequestObserver
 
 JOB_IDS = itertools.count()
-"""Numbers of jobs, shared by all scheduler halves of this process: none takes another's report for that of its own
-job."""
+"""Numbers of jobs, shared by all scheduler halves of this process: none takes another's report for that of its job."""
 NO_ROOM = "kvoffload: no room in the host pool, every block is in use; stores wait"
 
 
@@ -40,11 +39,10 @@ class Job:
 
     is_store: bool
     states: Sequence[RequestState]
-    """The requests for which it reads or fills device blocks: a load has one, a store of blocks that leave the device
-    none."""
+    """The requests whose device blocks it reads or fills: one for a load, none for a store of blocks that leave the
+    device."""
     lease: LoadStoreSpec
-    """The host slots that it reads or fills, as the manager handed them out. Those that a load in pieces has read are
-    given back."""
+    """The host slots that it reads or fills, as handed out. Those that a load in pieces has read are given back."""
     keys: Sequence[OffloadKey]
     """What it copies."""
     blocks: Sequence[tuple[RequestState, Block]] = ()
@@ -52,8 +50,7 @@ class Job:
     device_blocks: frozenset[int] = frozenset()
     """What a store reads."""
     blocks_of: Mapping[int, int] = field(default_factory=dict)
-    """How many blocks a store copies for each request, which may have ended, by ``ObservedRequest.number``, in the
-    group that records count."""
+    """How many blocks of ``KeyLayout.traced`` a store copies for each request, by ``ObservedRequest.number``."""
     began: int = field(default_factory=time.time_ns)
     """When it was made, in nanoseconds since 1970."""
     epoch: int = 0

@@ -88,8 +88,8 @@ class KeyLayout:
         return end // self.block_tokens[g] - 1
 
     def extend_keys(self, g: int, keys: list[OffloadKey], request: Request, namespace: bytes) -> None:
-        """Appends to the ``keys`` of group ``g`` those of the blocks that became whole. ``namespace`` precedes the
-        block hashes."""
+        """Appends to the ``keys`` of group ``g`` those of blocks that became whole. ``namespace`` precedes block
+        hashes."""
         if g in self.ahead:
             keys += [self.key(g, index, request, namespace) for index in range(len(keys), self.num_named(g, request))]
         else:

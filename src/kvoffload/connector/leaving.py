@@ -26,8 +26,7 @@ LEAST_OFFERED = 64
 MAX_AHEAD = 8192
 """Device blocks at which one step looks because they are handed out next."""
 TOGETHER = 64
-"""Where steps hand out few device blocks, one step looks at up to as many more: a job costs as much as several
-blocks."""
+"""Where steps hand out few device blocks, one looks at up to as many more: a job costs as much as several blocks."""
 AHEAD_DECAY = 15 / 16
 AHEAD_SHARE = 1 / 8
 """What the next device blocks hold is stored early: of as many as one of the latest steps has handed out, which counts
@@ -79,8 +78,8 @@ class LeavingBlocks:
         """Blocks that are stored in the step that computes in their device blocks."""
         self._num_ahead = self._num_looked = 0
         self._expected: dict[str, int] = {}
-        """Device blocks that requests take soon, by request: those that wait, or were offered a load and did not get
-        any yet."""
+        """Device blocks that requests take soon, by request: of those that wait, or were offered a load and got none
+        yet."""
         self._looks_ahead = False
         """Whether the next step looks ahead although it hands out nothing."""
         self._forgotten: dict[OffloadKey, None] = {}
@@ -123,8 +122,7 @@ class LeavingBlocks:
             self._most = most_leaving(self._slot_bytes, self._speed.seconds_for(self._slot_bytes))
 
     def expect(self, req_id: str, num_tokens: int) -> None:
-        """A request will be given device blocks for ``num_tokens`` tokens at once; 0: it will not, or was given
-        them."""
+        """A request will be given device blocks for ``num_tokens`` tokens at once; 0: it will not, or it was."""
         num_blocks = sum(num_tokens // size for size in self._jobs.layout.block_tokens)
         if num_blocks and self._next_free is not None:
             self._looks_ahead |= self._expected.get(req_id) != num_blocks
@@ -223,8 +221,7 @@ class LeavingBlocks:
         self, blocks: Sequence[HeldBlock], most: int, context: ReqContext | None = None
     ) -> tuple[int, list[HeldBlock]]:
         """Makes jobs for those of ``blocks``, the most valuable first, that host memory lacks, each of one tenant.
-        Returns how many these are, about ``most`` at most, and the blocks that were not offered to the manager because
-        of that."""
+        Returns how many these are, about ``most`` at most, and the blocks that were not offered because of that."""
         by_namespace: dict[bytes, list[HeldBlock]] = {}
         for held in blocks:
             by_namespace.setdefault(held[1], []).append(held)
@@ -238,7 +235,7 @@ class LeavingBlocks:
         return num_stored, left
 
     def _offer(self, blocks: Sequence[HeldBlock], context: ReqContext | None) -> int:
-        """Makes a job for those ``blocks`` of a tenant that host memory lacks and has room for, and returns their
+        """Makes a job for those ``blocks`` of a tenant that host memory lacks and has room for. Returns their
         number."""
         offered = blocks
         while (

@@ -167,9 +167,8 @@ def _is_any_loading(lookups: Lookups, state: RequestState, computed: int, end: i
 
 
 def _wait(lookups: Lookups, state: RequestState, computed: int) -> Match | None:
-    """Returns an answer that makes the request ask again: when a load has started or ended, when the manager may
-    find more, or at the deadline. Returns None if the deadline is over, or if the request has waited
-    MAX_WAITS_PER_REQUEST times."""
+    """Returns an answer that makes the request ask again: when a load has started or ended, when the manager may find
+    more, or at the deadline. None if that is over, or the request has waited MAX_WAITS_PER_REQUEST times."""
     lookup, now = state.lookup, lookups.clock()
     if lookup.num_waits >= MAX_WAITS_PER_REQUEST:
         return None

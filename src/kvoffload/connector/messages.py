@@ -46,8 +46,8 @@ class StepMeta:
     """The id of a job that compares all weights with those accepted before this epoch, and fails if they differ."""
 
     def before_forward(self) -> Set[int]:
-        """Returns those of ``stores`` that begin before the step's forward pass, because their device blocks have left
-        their requests."""
+        """Returns those of ``stores`` that begin before the forward pass: their device blocks have left their
+        requests."""
         return self.stores.keys() & chain(self.fences, *self.load_after.values())
 
 

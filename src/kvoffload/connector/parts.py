@@ -87,8 +87,7 @@ class Parts:
         return [part for group, count in zip(groups, self.counts, strict=True) for part in _cut(group, count)]
 
     def slot_bytes(self, groups: Sequence[KVGroup], device_block_bytes: Sequence[int]) -> int:
-        """Returns the bytes of a slot for the parts of a rank whose device blocks have ``device_block_bytes`` in each
-        group."""
+        """Returns the bytes of a slot for the parts of a rank with ``device_block_bytes`` in each group."""
         sizes = zip(groups, device_block_bytes, self.counts, strict=True)
         return padded_slot_bytes(max(1, *(part_bytes(size, n) * group.block_size_factor for group, size, n in sizes)))
 

@@ -212,8 +212,7 @@ class RequestState:
         return match
 
     def lose_blocks(self, has_new_ones: bool) -> None:
-        """Called when the request was preempted. ``has_new_ones``: device blocks were allocated to it again in the
-        meantime."""
+        """Called when the request was preempted. ``has_new_ones``: device blocks were allocated to it again since."""
         self.blocks.clear_tables()
         if self.storing is Storing.STALE:
             self.storing = Storing.ALLOWED
@@ -299,8 +298,7 @@ class RequestBlocks:
         return is_same
 
     def has_other_tokens(self, groups: Iterable[int] | None = None) -> bool:
-        """Whether the engine has taken tokens back, and given others, since the keys of ``groups`` were made. Default:
-        all."""
+        """Whether the engine has taken tokens back, and given others, since the keys of ``groups`` (all) were made."""
         layout, request = self.layout, self.request
         for g in range(len(self.keys)) if groups is None else groups:
             last, num_keys = self.keys[g][-1:], len(self.keys[g])

@@ -84,8 +84,7 @@ class BlockOrigins:
 
     def __init__(self, has_adapters: bool) -> None:
         self.origins: dict[int, Digests | None] | None = {} if has_adapters else None
-        """By device block, see ``RequestState.origin``. None: every block is sound, and the other methods need not be
-        called."""
+        """By device block, see ``RequestState.origin``. None: every block is sound, and nothing need be followed."""
         self._others: Digests | None = None
         """The origin of blocks that have none there."""
 

@@ -360,8 +360,7 @@ class OffloadingConnectorScheduler:
         self.observer.read_metrics()
 
     def switch_off(self, where: str) -> None:
-        """Ends offloading for good: promised loads and stores are reported as failed. Logs the exception in
-        progress."""
+        """Ends offloading for good: promised loads and stores count as failed. Logs the exception in progress."""
         logger.error(
             "kvoffload: OFFLOADING IS OFF: %s failed; requests are computed from here on",
             where,

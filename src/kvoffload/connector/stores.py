@@ -1,5 +1,4 @@
-"""Stores: which requests may complete a block in a step, which of their blocks are stored, and the jobs that copy
-them."""
+"""Stores: which requests may complete a block, which of their blocks are stored, and the jobs that copy them."""
 
 from __future__ import annotations
 
@@ -29,8 +28,8 @@ STORE_FAILED = "kvoffload: a store failed, or came too late for its blocks, and 
 
 @dataclass(slots=True, eq=False)
 class Due:
-    """Blocks of one request that are to be stored when ``num_computed`` of its tokens are computed, and its
-    ``next_store`` after that."""
+    """Blocks of a request to store when ``num_computed`` of its tokens are computed, and its ``next_store`` after
+    it."""
 
     state: RequestState
     num_computed: int
@@ -64,8 +63,7 @@ class DueList:
         return req_id in self._count_of
 
     def add(self, req_id: str, tokens: int) -> None:
-        """Adds a request that cannot be due before it has computed ``tokens`` more, at least one. One comes out in the
-        next step."""
+        """Adds a request that cannot be due before it has computed ``tokens`` more. With one, it comes out next."""
         if req_id in self._count_of:
             self.remove(req_id)
         at = self._count + tokens
@@ -300,8 +298,7 @@ class StorePlanner:
         return True
 
     def begin(self, state: RequestState, match: Match | None, num_loaded: int) -> None:
-        """Takes note of a request that is given device blocks after the lookup ``match``, and loads ``num_loaded``
-        tokens."""
+        """Takes note of a request that is given device blocks after ``match``, and loads ``num_loaded`` tokens."""
         if self.leaving is not None:
             self.leaving.expect(state.context.req_id, 0)
         if self._keeper is not None and match is not None:
@@ -366,9 +363,8 @@ class StorePlanner:
         return Due(state, num_computed, found, next_store)
 
     def _store(self, dues: list[Due]) -> None:
-        """Makes the jobs for all blocks that there is room for. Single blocks, as decoding completes them, share one
-        job if there is room for all. Each prompt's blocks are a job of their own, because policies judge a chain by its
-        depth."""
+        """Makes the jobs for all blocks that there is room for. Single blocks, as decoding completes them, share one if
+        it has room for all. Each prompt's blocks have one of their own, because policies judge a chain by its depth."""
         single, chains = list[Due](), list[Due]()
         groups, leaving = self._layout.groups, self.leaving
         for due in dues:
@@ -426,8 +422,7 @@ class StorePlanner:
 
 
 def _together(layout: KeyLayout) -> int:
-    """Returns the number of steps whose blocks are stored together. In a window, what a block needs may be gone a step
-    later."""
+    """Returns in how many steps blocks are stored together. What a window's block needs may be gone a step later."""
     if layout.windows or not layout.full:
         return 1
     fewest = min(layout.block_tokens[g] for g in layout.full)

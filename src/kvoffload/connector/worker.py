@@ -1,5 +1,4 @@
-"""The worker half of the connector: carries out the jobs of each step, with the weights that they belong to, and
-reports how they ended."""
+"""The worker half of the connector: carries out the jobs of each step, and compares the weights that they need."""
 
 from __future__ import annotations
 
@@ -93,8 +92,7 @@ class WeightComparisons:
         """Numbers of the latest comparisons that have begun and that have ended."""
 
     def begin_epoch(self) -> None:
-        """Called when the scheduler half has dropped all blocks: the weights that the next step uses will be
-        accepted."""
+        """Called when the scheduler half has dropped all blocks: the weights that the next step uses are accepted."""
         self.is_stale, self._must_accept = False, True
         self.latest = self.answered = self._begun
 
