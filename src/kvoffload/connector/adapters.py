@@ -262,27 +262,18 @@ class AdapterChecks:
                 self.watch = None
         return None
 
+    def begin_check(self, need: AdapterNeed) -> Callable[[], bool | None]:
+        """Begins to find out whether the request of a load will compute with the bytes with which its blocks were
+        computed. Returns a function that says so; it returns None while that is not known."""
+        result, until = self.use(lambda watch: watch.check(need)), time.monotonic() + CHECK_DEADLINE_S
 
-@dataclass(slots=True)
-class AdapterCheck:
-    """Whether the request of a load will compute with the bytes with which its blocks were computed."""
+        def has_passed() -> bool | None:
+            if self.watch is None or result is None:
+                return False
+            if not result.done():
+                return None if time.monotonic() < until else False
+            # It may have been loaded during the check.
+            known = {DROPPED, *need.digests}
+            return result.result() and (need.is_reread or self.watch.digest(need.adapter) in known)
 
-    checks: AdapterChecks
-    need: AdapterNeed
-    result: Future[bool] | None = None
-    """Asked for when the load has ended."""
-    until: float = 0.0
-
-    def is_running(self) -> bool:
-        """Begins the check, and returns whether it is in progress."""
-        if self.result is None:
-            self.result = self.checks.use(lambda watch: watch.check(self.need))
-            self.until = time.monotonic() + CHECK_DEADLINE_S
-        return self.result is not None and not self.result.done() and time.monotonic() < self.until
-
-    def has_passed(self) -> bool:
-        watch, result = self.checks.watch, self.result
-        if watch is None or result is None or not (result.done() and result.result()):
-            return False
-        # It may have been loaded during the check.
-        return self.need.is_reread or watch.digest(self.need.adapter) in {DROPPED, *self.need.digests}
+        return has_passed

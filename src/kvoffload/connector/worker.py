@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from kvoffload.abc import Transfer, TransferResult, TransferSpec
-from kvoffload.connector.adapters import AdapterCheck, AdapterChecks, AdapterWatch
+from kvoffload.connector.adapters import AdapterChecks, AdapterNeed, AdapterWatch
 from kvoffload.connector.messages import StepMeta, WorkerReport
 
 logger = logging.getLogger(__name__)
@@ -43,8 +43,10 @@ class _PendingJob:
     epoch: int
     comparison: int
     """Number of the comparison of weights that must have ended before this job is reported as successful."""
-    check: AdapterCheck | None = None
-    """Of the adapter that a load needs."""
+    need: AdapterNeed | None = None
+    """The adapter that a load needs."""
+    has_passed: Callable[[], bool | None] | None = None
+    """Its check, which begins when the load has ended."""
     tries_left: int = MAX_TRIES - 1
     after: set[int] = field(default_factory=set)
     """Stores that must have read the device blocks of a load before it starts."""
@@ -224,9 +226,8 @@ class OffloadingConnectorWorker:
         """Starts the loads of the step, or lets them wait for the stores that read their device blocks. Nothing uses
         these before the loads are reported."""
         for job_id, spec in meta.loads.items():
-            check = AdapterCheck(self.adapters, meta.needs[job_id]) if job_id in meta.needs else None
-            job = self._jobs[job_id] = _PendingJob(spec, False, self._epoch, self.weights.latest, check)
-            job.piece = meta.pieces.get(job_id)
+            job = self._jobs[job_id] = _PendingJob(spec, False, self._epoch, self.weights.latest)
+            job.need, job.piece = meta.needs.get(job_id), meta.pieces.get(job_id)
             unread = set(self._jobs).difference(result.job_id for result in self._unconfirmed)
             job.after = unread.intersection(meta.load_after.get(job_id, ()))
             if job.after:
@@ -396,7 +397,12 @@ class OffloadingConnectorWorker:
 
     def _is_unconfirmed(self, job: _PendingJob) -> bool:
         """Whether a comparison of its weights, or the check of its adapter, is in progress."""
-        return job.comparison > self.weights.answered or (job.check is not None and job.check.is_running())
+        return job.comparison > self.weights.answered or self._fits_adapter(job) is None
+
+    def _fits_adapter(self, job: _PendingJob) -> bool | None:
+        if job.need is not None and job.has_passed is None:
+            job.has_passed = self.adapters.begin_check(job.need)
+        return job.has_passed is None or job.has_passed()
 
     def _end_reading(self, job_id: int) -> None:
         """Starts the loads that have waited for this store only."""
@@ -411,7 +417,7 @@ class OffloadingConnectorWorker:
 
     def _end(self, result: TransferResult) -> None:
         report, job = self._report, self._jobs.pop(result.job_id)
-        ok = result.ok and not self._is_outdated(job) and (job.check is None or job.check.has_passed())
+        ok = result.ok and not self._is_outdated(job) and bool(self._fits_adapter(job))
         report.done[result.job_id] = 1
         if not ok:
             report.failed.add(result.job_id)
