@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 from random import Random
 from typing import Any
 
@@ -45,19 +44,18 @@ from tests.sim.engine import (
     random_groups,
     run_seed,
 )
+from tests.sim.planted import wrap
 
 SEEDS = scaled(100)
-CHUNKS = 1
 PLANTED_SEEDS = 2_000
 
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
 
-@pytest.mark.parametrize("chunk", range(CHUNKS))
-def test_random_schedules(chunk: int) -> None:
+def test_random_schedules() -> None:
     loads: Counter[str] = Counter()
-    for seed in range(chunk * SEEDS // CHUNKS, (chunk + 1) * SEEDS // CHUNKS):
+    for seed in range(SEEDS):
         loads += loads_of(run_seed(seed))
     never = [what for what in ALL_LOADS if not loads[what]]
     assert not never, f"never happened, so was not tested: {never}"
@@ -398,11 +396,6 @@ def test_blocks_that_the_engine_has_forgotten_on_the_device() -> None:
             engine.run()
             hits[patch] += engine.hits
     assert hits[empties_its_cache] > hits[without_looking_back] > 0
-
-
-def wrap(target: Any, name: str, around: Callable[..., Any]) -> None:
-    """Replaces a method. ``around`` gets the method, and its arguments."""
-    setattr(target, name, partial(around, getattr(target, name)))
 
 
 def change_meta(engine: ModelEngine, **fields: Any) -> None:

@@ -24,11 +24,11 @@ from tests.connector.test_engine_model import (
     same_kv,
     silent_updates,
     sleeps,
-    wrap,
 )
 from tests.scale import scaled
 from tests.sim.content import EngineRequest
 from tests.sim.engine import BrokenPromise, ModelEngine, Scenario
+from tests.sim.planted import wrap
 
 SEEDS = scaled(40)
 CHUNKS = 2
