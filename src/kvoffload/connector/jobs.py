@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 JOB_IDS = itertools.count()
 """Numbers of jobs, shared by all scheduler halves of this process: none takes another's report for that of its job."""
+DescribedBlocks: TypeAlias = list[tuple[RequestState | None, Block]]
+"""Blocks that a store copies, each with a request that can describe it."""
 NO_ROOM = "kvoffload: no room in the host pool, every block is in use; stores wait"
 
 
@@ -150,13 +152,13 @@ class JobTable:
 
     def add_store(
         self,
-        new: Sequence[tuple[RequestState | None, Block]],
+        new: DescribedBlocks,
         states: Sequence[RequestState],
         output: PrepareStoreOutput,
         blocks_of: Mapping[int, int],
     ) -> None:
-        """Adds the job that stores ``new`` blocks in the next step, each with a request that can describe it. It is for
-        ``states``, or for requests that may have ended, see ``Job.blocks_of``."""
+        """Adds the job that stores ``new`` blocks in the next step. It is for ``states``, or for requests that may have
+        ended, see ``Job.blocks_of``."""
         if output.evicted_keys:
             self.observer.metrics.add("evicted_blocks", len(output.evicted_keys))
         # The slots of the lease stand in this order: with any other, blocks would be stored under wrong keys.

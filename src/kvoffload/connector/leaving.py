@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TypeAlias
 
 from kvoffload.abc import MissReason, Offer, OffloadKey, ReqContext, TieredManager
 from kvoffload.cache.keys import key_group_idx
 from kvoffload.cache.misses import MissMemory
 from kvoffload.connector.device_blocks import REFUSED, DeviceBlocks, HeldBlock
-from kvoffload.connector.jobs import JobTable
+from kvoffload.connector.jobs import DescribedBlocks, Job, JobTable
 from kvoffload.connector.layout import Block
 from kvoffload.connector.messages import WorkerReport
 from kvoffload.connector.request import RequestState
@@ -34,6 +35,8 @@ less with every further step, and at most of this share of all blocks on the dev
 have been offered to load."""
 AWAITED = ReqContext("", goes_on=True)
 """Blocks that requests wait for are stored, whatever they seem to be worth."""
+NextFree: TypeAlias = Callable[[int], Iterable[int]]
+"""See EngineSpec."""
 LOST = (
     "kvoffload: more blocks left the device in one step than can be stored in it, and the others are lost (metric "
     "lost_blocks): requests that need them compute them again"
@@ -60,11 +63,7 @@ class LeavingBlocks:
     """
 
     def __init__(
-        self,
-        jobs: JobTable,
-        misses: MissMemory,
-        next_free: Callable[[int], Iterable[int]] | None,
-        slot_bytes: Sequence[int],
+        self, jobs: JobTable, misses: MissMemory, next_free: NextFree | None, slot_bytes: Sequence[int]
     ) -> None:
         self.device = DeviceBlocks(keeps_states=jobs.observer.descriptions is not None)
         self.piece_blocks = piece_blocks(jobs.manager.most_blocks())
@@ -89,13 +88,12 @@ class LeavingBlocks:
         """Whether more blocks leave for these device blocks than one piece of a load may have."""
         return len(device_blocks) > self.piece_blocks < self.device.num_late(device_blocks)
 
-    def arrived(
-        self, state: RequestState, first: int, keys: Sequence[OffloadKey], device_blocks: Sequence[int]
-    ) -> None:
-        """Takes note of a piece that a request has loaded, from its block ``first`` on: the device has it now."""
+    def arrived(self, job: Job, first: int, at: slice) -> None:
+        """Takes note of a piece of a load, from its request's block ``first`` on: the device has it now."""
+        (state,), keys = job.states, job.keys[at]
         if state.context.hints is None:
-            places = zip(range(first, first + len(keys)), keys, device_blocks, strict=True)
-            self.note_left(self.device.hold(state, (Block(0, i, key, i, [at]) for i, key, at in places)))
+            places = enumerate(zip(keys, job.fills[at], strict=True), first)
+            self.note_left(self.device.hold(state, (Block(0, i, key, i, [block]) for i, (key, block) in places)))
             self._jobs.manager.note_device(held=keys)
 
     def reset(self) -> None:
@@ -152,7 +150,7 @@ class LeavingBlocks:
             self._num_looked -= len(loading) + len(handed_out)
             self._look_ahead(self._next_free, max(1, self._most - num_stored))
 
-    def _look_ahead(self, next_free: Callable[[int], Iterable[int]], most: int) -> None:
+    def _look_ahead(self, next_free: NextFree, most: int) -> None:
         """Makes the jobs for what leaves the device next, unless that was looked at."""
         share = max(1, int(len(self.device) * AHEAD_SHARE))
         expected = min(sum(self._expected.values()), self.piece_blocks)
@@ -251,7 +249,7 @@ class LeavingBlocks:
             self.device.forget_early((held[2] for held in offered if held[0] in refused), REFUSED)
         wanted, group = frozenset(output.keys_to_store), 0
         has_groups, state_of = len(self._jobs.layout.groups) > 1, self.device.state_of
-        new: list[tuple[RequestState | None, Block]] = []
+        new: DescribedBlocks = []
         blocks_of: dict[int, int] = {}
         for key, _, device_block, ordinal, number in offered:
             if key in wanted:

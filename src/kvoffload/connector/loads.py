@@ -89,7 +89,7 @@ class LoadPlanner:
         job.lease = rest.host
         if self.leaving is not None:
             first = rest.device.block_indices[0] - num_read
-            self.leaving.arrived(job.states[0], first, job.keys[start:end], job.fills[start:end])
+            self.leaving.arrived(job, first, slice(start, end))
 
     def end_job(self, job: Job) -> bool:
         """Ends a load that all workers have reported, or its piece in progress: then returns False."""

@@ -8,6 +8,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import repeat
+from typing import TypeAlias
 
 from kvoffload.abc import (
     BlockDescription,
@@ -39,6 +40,8 @@ logger = logging.getLogger(__name__)
 WARN_EVERY_S = 60.0
 MIN_PREFILL_SAMPLE = 64
 """Tokens. A shorter prompt says little about how fast the engine computes."""
+Promoted: TypeAlias = Mapping[str, Sequence[OffloadKey]]
+"""The blocks that lower tiers have delivered for a request, by tier."""
 
 
 class EventDescriptions:
@@ -126,15 +129,8 @@ class RequestObserver:
         if self.spans is not None:
             state.observed.traced = self.spans.begin(state.request)
 
-    def allocated(
-        self,
-        state: RequestState,
-        match: Match | None,
-        num_external_tokens: int,
-        promoted: Mapping[str, Sequence[OffloadKey]],
-    ) -> None:
-        """Records a request that was given device blocks. Without a match it had blocks before and continues with
-        them. ``promoted``: the blocks that lower tiers have delivered for it, by tier."""
+    def allocated(self, state: RequestState, match: Match | None, num_external_tokens: int, promoted: Promoted) -> None:
+        """Records a request that was given device blocks. Without a match it had some, and continues with them."""
         req_id, waited_s, traced = state.context.req_id, state.lookup.waited_s, state.observed.traced
         if self.descriptions is not None:
             self.descriptions.end_wait(req_id)
@@ -205,9 +201,7 @@ class RequestObserver:
             observed.traced = None
             self.spans.make(state.context.req_id, traced, observed.record)
 
-    def _record(
-        self, state: RequestState, match: Match, num_external_tokens: int, promoted: Mapping[str, Sequence[OffloadKey]]
-    ) -> None:
+    def _record(self, state: RequestState, match: Match, num_external_tokens: int, promoted: Promoted) -> None:
         tier_tokens = self._count_tier_hits(promoted, num_external_tokens)
         below_host = sum(tier_tokens.values())
         missed, miss = match.missed, None
@@ -262,9 +256,7 @@ class RequestObserver:
             miss = Miss(MissReason.NO_STATE, policy=miss.policy)
         return missed, miss
 
-    def _count_tier_hits(
-        self, promoted: Mapping[str, Sequence[OffloadKey]], num_external_tokens: int
-    ) -> dict[str, int]:
+    def _count_tier_hits(self, promoted: Promoted, num_external_tokens: int) -> dict[str, int]:
         """Counts the tokens that lower tiers have delivered for a request. Returns how many each tier has. Without full
         attention, the few blocks that are loaded stand for all tokens before them."""
         left, by_tier = num_external_tokens, {}

@@ -214,7 +214,7 @@ class OffloadingConnectorScheduler:
         self.stores.store_running(step.num_scheduled_tokens, requests)
         if step.boundary_states:
             # A request may have lost its blocks and compute on new ones in the same step.
-            self.stores.store_states(step.boundary_states, set(preempted) - step.replaced, requests)
+            self.stores.store_states(step, set(preempted) - step.replaced, requests)
         if jobs.held:
             meta.releases += jobs.take_unheld(self.lookups.clock())
         return jobs.take_step(has_tokens)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from kvoffload.abc import BoundaryState, Offer, OffloadKey, PrepareStoreOutput, Retained, ScheduledStep, TieredManager
 from kvoffload.connector.handover import SERVER_CHARS, Handover, name_of
-from kvoffload.connector.jobs import Job, JobTable
+from kvoffload.connector.jobs import DescribedBlocks, Job, JobTable
 from kvoffload.connector.layout import NULL_BLOCK, Block, KeyLayout
 from kvoffload.connector.leaving import LeavingBlocks
 from kvoffload.connector.options import NEVER
@@ -304,17 +304,12 @@ class StorePlanner:
         if self._keeper is not None and match is not None:
             self._keeper.begin(state, match.computed + num_loaded, match.junction)
 
-    def store_states(
-        self,
-        boundary_states: Mapping[str, Sequence[BoundaryState]],
-        preempted: Collection[str],
-        requests: Mapping[str, RequestState],
-    ) -> None:
+    def store_states(self, step: ScheduledStep, lost: Collection[str], requests: Mapping[str, RequestState]) -> None:
         """Makes the jobs for those states worth keeping that a step completes. A state for which there is no room is
-        dropped, as are those of requests that have lost their blocks in this step."""
-        for req_id, offered in boundary_states.items():
+        dropped, as are those of requests that have ``lost`` their blocks in this step."""
+        for req_id, offered in step.boundary_states.items():
             state = requests.get(req_id)
-            if state is None or req_id in preempted or self._keeper is None:
+            if state is None or req_id in lost or self._keeper is None:
                 continue
             blocks = self._states_of(state, offered, self._keeper)
             if not (keys := [block.key for block in blocks]):
@@ -398,7 +393,7 @@ class StorePlanner:
     def _start(self, dues: list[Due], output: PrepareStoreOutput) -> None:
         """Makes one job of the blocks for which ``output`` has room."""
         refused = frozenset(output.refused_keys)
-        new: list[tuple[RequestState | None, Block]] = []
+        new: DescribedBlocks = []
         states: dict[int, RequestState] = {}
         blocks_of, traced = dict[int, int](), self._layout.traced
         # If two requests have the same block, the first one stores it.
