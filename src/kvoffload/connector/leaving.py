@@ -84,10 +84,6 @@ class LeavingBlocks:
         self._forgotten: dict[OffloadKey, None] = {}
         """Blocks on the device that requests need and the engine does not find there any more."""
 
-    def many_leave(self, device_blocks: Sequence[int]) -> bool:
-        """Whether more blocks leave for these device blocks than one piece of a load may have."""
-        return len(device_blocks) > self.piece_blocks < self.device.num_late(device_blocks)
-
     def arrived(self, job: Job, first: int, at: slice) -> None:
         """Takes note of a piece of a load, from its request's block ``first`` on: the device has it now."""
         (state,), keys = job.states, job.keys[at]

@@ -63,7 +63,7 @@ class LoadPlanner:
             return
         for job_id, spec in list(self.jobs.meta.loads.items()):
             device_blocks = [at for at in spec.device.block_ids.tolist() if at not in handed_out]
-            if leaving.many_leave(device_blocks):
+            if len(device_blocks) > leaving.piece_blocks < leaving.device.num_late(device_blocks):
                 self._next_piece(job_id, self.jobs.jobs[job_id], spec, leaving.piece_blocks)
 
     def _add(self, job_id: int, spec: TransferSpec, state: RequestState) -> None:

@@ -20,7 +20,6 @@ from kvoffload.connector.handover import Patience
 from kvoffload.connector.jobs import JobTable
 from kvoffload.connector.layout import KeyLayout
 from kvoffload.connector.leaving import LeavingBlocks
-from kvoffload.connector.observer import RequestObserver
 from kvoffload.connector.request import Match, RequestState
 from kvoffload.connector.resets import PausedContents
 
@@ -178,9 +177,9 @@ def _wait(lookups: Lookups, state: RequestState, computed: int) -> Match | None:
     return Match(lookups.jobs.changes.loads, computed, None, expires=deadline) if now < deadline else None
 
 
-def end_handover(lookups: Lookups, observer: RequestObserver, state: RequestState, num_found: int) -> None:
+def end_handover(lookups: Lookups, state: RequestState, num_found: int) -> None:
     """Notes how much of what was handed over to a request it has found."""
-    handover, awaited = state.lookup.handover, state.context.awaited
+    observer, handover, awaited = lookups.jobs.observer, state.lookup.handover, state.context.awaited
     state.lookup.handover = None
     if handover is None or awaited is None:
         return

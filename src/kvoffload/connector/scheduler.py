@@ -172,7 +172,7 @@ class OffloadingConnectorScheduler:
         promoted = self.manager.release_request(state.context)
         self.observer.allocated(state, match, num_external_tokens, promoted)
         if state.lookup.handover is not None and match is not None:
-            end_handover(self.lookups, self.observer, state, match.computed + num_external_tokens)
+            end_handover(self.lookups, state, match.computed + num_external_tokens)
         state.lookup.end_wait()
 
     # Steps.

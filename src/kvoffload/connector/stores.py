@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from kvoffload.abc import BoundaryState, Offer, OffloadKey, PrepareStoreOutput, Retained, ScheduledStep, TieredManager
 from kvoffload.connector.handover import SERVER_CHARS, Handover, name_of
 from kvoffload.connector.jobs import DescribedBlocks, Job, JobTable
-from kvoffload.connector.layout import NULL_BLOCK, Block, KeyLayout
+from kvoffload.connector.layout import NULL_BLOCK, Block
 from kvoffload.connector.leaving import LeavingBlocks
 from kvoffload.connector.options import NEVER
 from kvoffload.connector.request import Match, Phase, RequestState, Storing
@@ -122,7 +122,10 @@ class StorePlanner:
         self._manager, self._layout, self._jobs = jobs.manager, jobs.layout, jobs
         self.leaving = leaving
         self._is_late = leaving is not None and not isinstance(self._manager, TieredManager)
-        self._due = DueList(_together(self._layout))
+        # In a window, what a block needs may be gone a step later.
+        full = () if self._layout.windows else self._layout.full
+        fewest = min((self._layout.block_tokens[g] for g in full), default=0)
+        self._due = DueList(max(1, min(MAX_TOGETHER, int(fewest * TOGETHER_SHARE))))
         self._keeper = StateKeeper(self._layout) if self._layout.states else None
         self.server = secrets.token_hex(SERVER_CHARS // 2)
         """The name of this server in what it hands over."""
@@ -414,11 +417,3 @@ class StorePlanner:
                 elif key in refused and block.group not in self._layout.states:
                     state.storing = Storing.REFUSED
         self._jobs.add_store(new, list(states.values()), output, blocks_of)
-
-
-def _together(layout: KeyLayout) -> int:
-    """Returns in how many steps blocks are stored together. What a window's block needs may be gone a step later."""
-    if layout.windows or not layout.full:
-        return 1
-    fewest = min(layout.block_tokens[g] for g in layout.full)
-    return max(1, min(MAX_TOGETHER, int(fewest * TOGETHER_SHARE)))
