@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -16,7 +16,6 @@ from kvoffload.abc import (
     PrepareStoreOutput,
     ReqContext,
     ScheduledStep,
-    Slots,
     TransferSpec,
 )
 from kvoffload.cache.keys import hash_blocks, make_offload_key
@@ -55,24 +54,11 @@ class SpyManager(LRUOffloadingManager):
     def poll(self, timeout_s: float = 0.0) -> bool:
         return self.has_news
 
-    def touch(
-        self,
-        keys: Sequence[OffloadKey],
-        req_context: ReqContext | None = None,
-        chain: Sequence[OffloadKey] | None = None,
-        found: Slots | None = None,
-    ) -> None:
+    def touch(self, keys: Any, req_context: Any = None, chain: Any = None, found: Any = None) -> None:
         self.touches.append(list(keys))
         super().touch(keys, req_context, chain, found)
 
-    def end_chain(
-        self,
-        keys: Sequence[OffloadKey],
-        stored: Collection[OffloadKey],
-        req_context: ReqContext | None = None,
-        chain: Sequence[OffloadKey] | None = None,
-        found: Slots | None = None,
-    ) -> None:
+    def end_chain(self, keys: Any, stored: Any, req_context: Any = None, chain: Any = None, found: Any = None) -> None:
         self.reorders.append((list(keys), list(stored)))
         super().end_chain(keys, stored, req_context, chain, found)
 
@@ -209,12 +195,7 @@ class Rig:
         by_id = scheduled or {}
         ids = {req_id: (blocks,) for req_id, blocks in {**(new or {}), **(more or {})}.items()}
         meta = self.half.build_connector_meta(
-            ScheduledStep(
-                {request.request_id: n for request, n in by_id.items()},
-                ids,
-                frozenset(new or {}),
-                preempted,
-            )
+            ScheduledStep({request.request_id: n for request, n in by_id.items()}, ids, frozenset(new or {}), preempted)
         )
         for request, n in by_id.items():
             request.num_computed_tokens += n
@@ -224,12 +205,17 @@ class Rig:
         report = WorkerReport(dict.fromkeys(job_ids, times), set(job_ids) if failed else set())
         self.half.update_connector_output(report)
 
-    def start(self, request: FakeRequest, ids: list[int] | None = None) -> StepMeta:
-        """Looks the request up, declines what is offered, computes all its tokens in one step."""
+    def start(
+        self, request: FakeRequest, ids: list[int] | None = None, computed: int = 0, num_tokens: int | None = None
+    ) -> StepMeta:
+        """Looks the request up, declines what is offered, and computes its tokens, by default all, in one step.
+        ``computed``: tokens that the device has."""
         ids = self.new_blocks(-(-request.num_tokens // TOKENS)) if ids is None else ids
-        self.look_up(request)
+        self.look_up(request, computed)
         self.allocate(request, ids)
-        return self.step({request: request.num_tokens}, new={request.request_id: ids})
+        request.num_computed_tokens = computed
+        num_tokens = request.num_tokens - computed if num_tokens is None else num_tokens
+        return self.step({request: num_tokens}, new={request.request_id: ids})
 
     def store(self, tokens: list[int], name: str = "writer") -> None:
         """Some request computes ``tokens``, its blocks are stored, and it is gone."""

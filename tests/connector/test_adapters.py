@@ -294,22 +294,6 @@ def test_an_open_question_is_not_for_a_request_that_reads_again() -> None:
     assert [asked.is_reread for asked in rig.step().questions.values()] == [False, True]
 
 
-def test_digests_of_two_ranks_that_read_different_bytes_are_those_of_neither() -> None:
-    rig = rig_of(num_workers=2)
-    request = using(1, prompt(8))
-    assert rig.look_up(request) == (None, False)
-    answer(rig, b"A0", b"B1")
-    meta = rig.start(request)
-    rig.half.update_connector_output(WorkerReport(adapters={1: {b"B0", b"B1"}}))
-    rig.report(*meta.stores, times=2)
-    end(rig, request)
-    for number, name in ((2, b"A"), (3, b"B")):
-        reader = using(number, prompt(9), f"reader {number}")
-        assert rig.look_up(reader) == (None, False)
-        answer(rig, name + b"0", name + b"1")
-        assert rig.look_up(reader) == (0, False)
-
-
 def test_an_answer_that_comes_after_other_bytes_were_loaded_does_not_count() -> None:
     rig = rig_of(num_workers=2)
     request = using(1, prompt(8))

@@ -88,10 +88,9 @@ def test_nothing_is_kept_of_a_load_that_failed_in_the_step_that_computed_with_it
     if failed:
         assert not rig.step({request: 5}).stores, "its table may still hold wrong bytes"
         other = FakeRequest("o", prompt(13))
-        rig.look_up(other, computed=8)
-        rig.allocate(other, [1, 2, 6, 7])
-        other.num_computed_tokens = 8
-        assert not rig.step({other: 5}, new={"o": [1, 2, 6, 7]}).stores, "computed with blocks that may be wrong"
+        assert not rig.start(other, [1, 2, 6, 7], computed=8, num_tokens=5).stores, (
+            "computed with blocks that may be wrong"
+        )
     rig.half.request_finished(request)
     rig.step()
     fresh = FakeRequest("f", prompt(8, start=80))
@@ -102,16 +101,14 @@ def test_nothing_is_kept_of_a_load_that_failed_in_the_step_that_computed_with_it
 def test_a_failed_load_that_its_request_waits_for_concerns_no_other_request() -> None:
     rig = Rig(options=OTHERS)
     running = FakeRequest("r", prompt(8))
-    rig.look_up(running)
-    rig.allocate(running, [1, 2])
-    rig.step({running: 3}, new={"r": [1, 2]})
+    rig.start(running, [1, 2], num_tokens=3)
     loading = FakeRequest("l", prompt(9, start=50))
     rig.look_up(loading)
     rig.allocate(loading, [4, 5, 6])
     rig.step({running: 1})
     rig.half.loads_of_others_failed({4, 5})
     assert rig.step({running: 4}).stores
-    assert not rig.half.sound.is_tracking
+    assert rig.half.sound.origins is None
 
 
 @pytest.mark.parametrize("has_failed", [True, False])

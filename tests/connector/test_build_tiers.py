@@ -14,15 +14,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffload import OffloadConfig, OffloadingConnectorScheduler, TierConfig, TierContext, build_scheduler
-from kvoffload.abc import ByteArray, ConfigError, KVGroup, ReqContext, Tier
+from kvoffload import OffloadConfig, TierConfig, TierContext
+from kvoffload.abc import ConfigError, ReqContext, Tier
 from kvoffload.cache.admission import tracker_size
 from kvoffload.cache.keys import make_offload_key
 from kvoffload.connector import build
 from kvoffload.host.pool import HostPool
 from kvoffload.tiering.manager import TieredOffloadingManager
 from kvoffload.tiers.disk.layout import slot_cost
-from tests.connector.rig import engine_of
+from tests.connector import test_build as half_builder
+from tests.connector.test_build import pool
 from tests.sim.memory_tier import MemoryTier
 
 SLOT, BLOCKS, MIB = 4096, 8, 1 << 20
@@ -65,10 +66,6 @@ def nothing_opened() -> None:
     OPENED.clear()
 
 
-def pool() -> ByteArray:
-    return np.zeros((BLOCKS, SLOT), dtype=np.uint8)
-
-
 def own(**keys: Any) -> dict[str, Any]:
     return {"kind": f"{HERE}:OwnConfig", **keys}
 
@@ -77,23 +74,12 @@ def disk(path: Path, **keys: Any) -> dict[str, Any]:
     return {"kind": "disk", "dir": str(path), "bytes": 64 * MIB, **keys}
 
 
-class Builder:
-    """Builds scheduler halves, and shuts them down when the test ends."""
-
-    def __init__(self) -> None:
-        self.built: list[OffloadingConnectorScheduler] = []
-
-    def __call__(self, *entries: Any, options: Any = None, **changes: Any) -> list[str]:
+class Builder(half_builder.Builder):
+    def __call__(self, *entries: Any, options: Any = None, **changes: Any) -> list[str]:  # type: ignore[override]
         """Returns the names of the tiers that a server with these ``entries`` has, the fastest first."""
         config = OffloadConfig.from_mapping({"host_bytes": MIB, "tiers": list(entries), **(options or {})})
-        arguments: dict[str, Any] = {"groups": [KVGroup(16)], "pools": [pool()], "fingerprint": "ab" * 32, **changes}
-        self.built.append(build_scheduler(config, engine_of(arguments), **arguments))
-        manager = self.built[-1].manager
+        manager = super().__call__(config, **changes).manager
         return [state.tier.name for state in manager.tiers] if isinstance(manager, TieredOffloadingManager) else []
-
-    def close(self) -> None:
-        for half in self.built:
-            half.shutdown()
 
 
 @pytest.fixture
@@ -124,14 +110,7 @@ def test_a_tier_learns_what_it_serves(make: Builder) -> None:
     real = HostPool(BLOCKS, SLOT)
     try:
         handle = real.handle()
-        make(
-            own(),
-            options={"policy": "arc"},
-            pools=[pool(), handle],
-            engine=1,
-            engines=2,
-            identity={"dtype": "half"},
-        )
+        make(own(), options={"policy": "arc"}, pools=[pool(), handle], engine=1, engines=2, identity={"dtype": "half"})
         (context,) = CONTEXTS
         assert [each.shape for each in context.pools] == [(BLOCKS, SLOT)] * 2
         assert context.handles == [None, handle]
@@ -216,10 +195,7 @@ def test_a_medium_that_fails_at_the_start_leaves_the_others(make: Builder, caplo
             f"tiers[1].kind='{HERE}:OwnConfig': the tier cannot be opened (KeyError: 'x'); correct its class, or "
             "remove the entry",
         ),
-        (
-            "nothing",
-            f"tiers[1].kind='{HERE}:OwnConfig': open() returned a NoneType; it must return a kvoffload.Tier",
-        ),
+        ("nothing", f"tiers[1].kind='{HERE}:OwnConfig': open() returned a NoneType; it must return a kvoffload.Tier"),
     ],
 )
 def test_what_is_open_is_closed_if_another_tier_is_wrong(make: Builder, tmp_path: Path, fails: str, said: str) -> None:

@@ -28,7 +28,6 @@ from kvoffload.connector.device_blocks import MAX_NAMES, DeviceBlocks
 from kvoffload.connector.layout import Block, KeyLayout
 from kvoffload.connector.leaving import LEAST_OFFERED, MAX_LEAVING_BYTES, MAX_LEAVING_S, MIN_SPEED_SAMPLE
 from kvoffload.connector.messages import StepMeta, WorkerReport
-from kvoffload.connector.request import RequestState
 from kvoffload.lab.tier import CatalogTier
 from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings
 from tests.clock import Clock
@@ -71,9 +70,7 @@ def test_what_the_engine_finds_on_the_device_does_not_leave_it() -> None:
     rig = rig_of()
     finish(rig, "a", prompt(8), [1, 2])
     sharer = FakeRequest("b", prompt(12), num_computed_tokens=8)
-    rig.look_up(sharer, computed=8)
-    rig.allocate(sharer, [1, 2, 3])
-    assert not rig.step({sharer: 4}, new={"b": [1, 2, 3]}).stores
+    assert not rig.start(sharer, [1, 2, 3], computed=8, num_tokens=4).stores
     rig.half.request_finished(sharer)
     rig.step()
     job, spec = only(rig.start(FakeRequest("c", prompt(8, start=50)), [3, 2]).stores)
@@ -153,19 +150,6 @@ def test_what_leaves_for_a_large_load_takes_the_slots_of_what_was_loaded() -> No
     assert [held[2:4] for held in case.device.get(case.rig.keys(case.first))] == [(1 + i, i) for i in range(7)]
     case.rig.step({case.request: 1}, new={"b": [*case.ids, 9]})
     assert len(case.device) == 8
-
-
-@pytest.mark.parametrize("num_before", [0, 1, 6])
-def test_a_piece_that_fails_fails_its_load(num_before: int) -> None:
-    case = InPieces()
-    for _ in range(num_before):
-        case.go_on()
-    meta = case.go_on(failed=True)
-    assert (meta.broken_loads, meta.loads) == ({"b": case.ids}, {})
-    assert case.num_loading == 0
-    assert case.rig.half.metrics.snapshot()["load_failures"] == 1
-    assert not case.go_on().broken_loads
-    case.rig.manager.check_integrity()
 
 
 def test_what_is_written_to_in_the_step_is_no_reason_for_pieces() -> None:
@@ -466,9 +450,7 @@ def test_a_block_of_two_tenants_without_salts_is_stored_for_both() -> None:
     finish(rig, "a", prompt(8), [1, 2], tenant="a")
     for name in ("b1", "b2"):
         other = FakeRequest(name, [*prompt(8), 99], {"kvoffload": {"tenant": "b"}}, num_computed_tokens=8)
-        rig.look_up(other, computed=8)
-        rig.allocate(other, [1, 2, 3])
-        assert not rig.step({other: 1}, new={name: [1, 2, 3]}).stores
+        assert not rig.start(other, [1, 2, 3], computed=8, num_tokens=1).stores
         rig.half.request_finished(other)
         rig.step()
     meta = rig.start(FakeRequest("c", prompt(4, start=50)), [1])
@@ -505,9 +487,7 @@ def test_what_is_stored_for_a_request_is_counted_after_it_has_ended() -> None:
     rig = rig_of()
     finish(rig, "a", prompt(12), [1, 2, 3])
     sharer = FakeRequest("b", [*prompt(12), 99], num_computed_tokens=12)
-    rig.look_up(sharer, computed=12)
-    rig.allocate(sharer, [1, 2, 3, 4])
-    rig.step({sharer: 1}, new={"b": [1, 2, 3, 4]})
+    rig.start(sharer, [1, 2, 3, 4], computed=12, num_tokens=1)
     rig.half.request_finished(sharer)
     rig.step()
     rig.report(*rig.start(FakeRequest("c", prompt(4, start=50)), [3]).stores)
@@ -520,7 +500,7 @@ def test_the_garbage_collector_visits_no_object_per_device_block() -> None:
 
     def num_tracked(num_blocks: int) -> int:
         keys = [os.urandom(36) for _ in range(num_blocks)]
-        states = [RequestState.new(FakeRequest(str(i), []), LAYOUT, Tenants(b""), lambda key: 1) for i in range(2)]
+        states = [rig_of().half.queued.make(FakeRequest(str(i), [])) for i in range(2)]
         for i, state in enumerate(states):
             state.blocks.namespace = bytes([i])
         device = DeviceBlocks()

@@ -10,14 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvoffload.abc import (
     KVGroup,
     LoadStoreSpec,
     MissReason,
-    Offer,
     OffloadKey,
     PrepareStoreOutput,
     ReqContext,
@@ -31,10 +28,9 @@ from kvoffload.connector import request
 from kvoffload.connector.jobs import Job
 from kvoffload.connector.layout import NULL_BLOCK
 from kvoffload.connector.messages import StepMeta, WorkerReport
-from kvoffload.connector.request import Phase, RequestState, Storing
+from kvoffload.connector.request import Phase, Storing
 from kvoffload.connector.stores import Due
-from kvoffload.connector.weights import WeightWatch
-from kvoffload.connector.worker import Finished, OffloadingConnectorWorker
+from kvoffload.connector.worker import Finished, OffloadingConnectorWorker, WeightWatch
 from kvoffload.transfer.follower import FollowerTransfer
 from tests.scale import scaled
 from tests.sim.engine import (
@@ -48,19 +44,18 @@ from tests.sim.engine import (
     random_groups,
     run_seed,
 )
+from tests.sim.planted import wrap
 
 SEEDS = scaled(100)
-CHUNKS = 1
 PLANTED_SEEDS = 2_000
 
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
 
-@pytest.mark.parametrize("chunk", range(CHUNKS))
-def test_random_schedules(chunk: int) -> None:
+def test_random_schedules() -> None:
     loads: Counter[str] = Counter()
-    for seed in range(chunk * SEEDS // CHUNKS, (chunk + 1) * SEEDS // CHUNKS):
+    for seed in range(SEEDS):
         loads += loads_of(run_seed(seed))
     never = [what for what in ALL_LOADS if not loads[what]]
     assert not never, f"never happened, so was not tested: {never}"
@@ -84,12 +79,12 @@ ALL_LOADS = (
 def loads_of(engine: ModelEngine) -> Counter[str]:
     """Counts, for one run, how often each thing happened that is to be tested."""
     seen = Counter({"blocks that slid out": engine.slid_out})
-    for group, blocks, partial in zip(engine.groups, engine.loaded_blocks, engine.partial_loads, strict=True):
+    for group, blocks, cut in zip(engine.groups, engine.loaded_blocks, engine.partial_loads, strict=True):
         where = f"a {kind_of(group)} group among others" if len(engine.groups) > 1 else "the only group"
         seen[f"blocks of {where}"] += blocks
         seen["blocks in parts"] += blocks if engine.scheduler.layout.parts.is_divided else 0
         seen[f"blocks with a lookahead of {group.lookahead}"] += blocks
-        seen[f"from inside a block of a {'full' if group.is_full else 'window or chunk'} group"] += partial
+        seen[f"from inside a block of a {'full' if group.is_full else 'window or chunk'} group"] += cut
     seen[f"loads on the last of {len(engine.ranks)} ranks"] += engine.ranks[-1].loads
     return seen
 
@@ -121,12 +116,8 @@ def many_resets(seed: int) -> Scenario:
 
 @pytest.mark.parametrize("seed", range(scaled(6)))
 def test_new_weights_again_and_again(seed: int) -> None:
-    ModelEngine(many_resets(seed)).run()
-
-
-@pytest.mark.parametrize("seed", range(scaled(6)))
-def test_new_weights_again_and_again_with_groups(seed: int) -> None:
     rng = Random(seed)
+    ModelEngine(many_resets(seed)).run()
     ModelEngine(many_resets(seed).with_groups(random_groups(rng), rng)).run()
 
 
@@ -149,41 +140,28 @@ def test_sleeps() -> None:
 
 def never_keeps(engine: ModelEngine) -> None:
     """Each pause is taken for a reset."""
-    reset = engine.scheduler.reset
-    engine.scheduler.reset = lambda is_pause=False: reset()  # type: ignore[method-assign]
+    wrap(engine.scheduler, "reset", lambda reset, is_pause=False: reset())
 
 
 def kept_over_every_reset(engine: ModelEngine) -> None:
     """The weights count as the same after each pause."""
-    scheduler, reset = engine.scheduler, engine.scheduler.reset
 
-    def forgetful(is_pause: bool = False) -> None:
+    def forgetful(reset: Callable[[bool], None], is_pause: bool = False) -> None:
         reset(is_pause)
-        scheduler.paused.is_hidden = False
+        engine.scheduler.paused.is_hidden = False
 
-    scheduler.reset = forgetful  # type: ignore[method-assign]
+    wrap(engine.scheduler, "reset", forgetful)
 
 
 def weights_accepted_before_they_are_compared(engine: ModelEngine) -> None:
     for rank in engine.ranks:
-        accept_first(rank.worker.weights.watch)
-
-
-def accept_first(watch: WeightWatch | None) -> None:
-    assert watch is not None
-    are_same = watch.are_same
-
-    def accept_and_compare() -> bool:
-        watch.accept()
-        return are_same()
-
-    watch.are_same = accept_and_compare  # type: ignore[method-assign]
+        watch = rank.worker.weights.watch
+        assert watch is not None
+        wrap(watch, "are_same", lambda are_same, accept=watch.accept: accept() or are_same())
 
 
 @pytest.mark.parametrize(
-    "bug",
-    [kept_over_every_reset, weights_accepted_before_they_are_compared],
-    ids=lambda bug: bug.__name__,
+    "bug", [kept_over_every_reset, weights_accepted_before_they_are_compared], ids=lambda bug: bug.__name__
 )
 def test_planted_bug_of_sleeps_is_caught(bug: Bug) -> None:
     assert caught(bug, sleeps), f"{bug.__name__} went unnoticed"
@@ -290,14 +268,13 @@ def test_a_rank_whose_transfer_breaks(seed: int) -> None:
 
     def break_down(engine: ModelEngine) -> None:
         rank, calls = Random(seed).choice(engine.ranks), iter(range(seed % 12))
-        poll = rank.transfer.poll
 
-        def poll_until_broken(busy: bool) -> list[TransferResult]:
+        def poll_until_broken(poll: Callable[[bool], list[TransferResult]], busy: bool) -> list[TransferResult]:
             if next(calls, None) is None:
                 raise RuntimeError("the copy engine is gone")
             return poll(busy)
 
-        rank.transfer.poll = poll_until_broken  # type: ignore[method-assign]
+        wrap(rank.transfer, "poll", poll_until_broken)
 
     engine = ModelEngine(Scenario.random(seed), break_down)
     with pytest.raises(SwitchedOff):
@@ -309,51 +286,6 @@ def test_a_rank_whose_transfer_breaks(seed: int) -> None:
 )
 def test_engine_and_connector_read_a_group_alike(group: KVGroup) -> None:
     assert [first_attended(group, p) for p in range(50)] == [group.skipped_tokens(p) for p in range(50)]
-
-
-@settings(max_examples=scaled(30), deadline=None, derandomize=True)
-@given(
-    seed=st.integers(0, 2**32),
-    factor=st.integers(1, 5),
-    host_blocks=st.integers(1, 40),
-    chunk=st.integers(1, 40),
-    caching=st.booleans(),
-    is_async=st.booleans(),
-    policy=st.sampled_from(("lru", "arc", "auto")),
-    failures=st.sampled_from((0.0, 0.3, 1.0)),
-    aborts=st.sampled_from((0.0, 0.2)),
-    resets=st.sampled_from((0.0, 0.1)),
-    groups=st.sampled_from((None, 0, 1, 2, 3, 4, 5, 6, 7)),
-)
-def test_any_scenario(
-    seed: int,
-    factor: int,
-    host_blocks: int,
-    chunk: int,
-    caching: bool,
-    is_async: bool,
-    policy: str,
-    failures: float,
-    aborts: float,
-    resets: float,
-    groups: int | None,
-) -> None:
-    scenario = Scenario(
-        seed=seed,
-        block_size_factor=factor,
-        num_host_blocks=host_blocks,
-        max_tokens_per_step=chunk,
-        prefix_caching=caching,
-        async_scheduling=is_async,
-        policy=policy,
-        copy_failure_rate=failures,
-        abort_chance=aborts,
-        reset_chance=resets,
-    )
-    if groups is not None:
-        rng = Random(groups)
-        scenario = scenario.with_groups(random_groups(rng), rng)
-    ModelEngine(scenario).run()
 
 
 class Lost(AssertionError):
@@ -390,7 +322,7 @@ def watch_the_device(engine: ModelEngine) -> None:
 
     def watched(step: ScheduledStep) -> StepMeta:
         handed_out = {block for tables in step.block_ids.values() for table in tables for block in table}
-        handed_out |= {*scheduler._next.handed_out, *scheduler._next.loading}
+        handed_out |= {*scheduler.jobs.handed_out, *scheduler.jobs.loading}
         before = {key for key in known if key in device and key not in manager.table}
         early = {key for key in before if device._is_early[device._latest[key]]}
         room = manager.num_available_blocks
@@ -441,14 +373,14 @@ def test_a_load_of_several_groups_is_not_cut() -> None:
 
 def empties_its_cache(engine: ModelEngine) -> None:
     """Now and then the engine empties its own cache, and the connector is not told."""
-    rng, step = Random(engine.scenario.seed), engine.step
+    rng = Random(engine.scenario.seed)
 
-    def step_and_forget() -> None:
+    def step_and_forget(step: Callable[[], None]) -> None:
         step()
         if rng.random() < 0.05:
             engine.cache.pool.forget_all()
 
-    engine.step = step_and_forget  # type: ignore[method-assign]
+    wrap(engine, "step", step_and_forget)
 
 
 def without_looking_back(engine: ModelEngine) -> None:
@@ -466,62 +398,60 @@ def test_blocks_that_the_engine_has_forgotten_on_the_device() -> None:
     assert hits[empties_its_cache] > hits[without_looking_back] > 0
 
 
+def change_meta(engine: ModelEngine, **fields: Any) -> None:
+    """Workers get steps with other ``fields``."""
+    wrap(engine.scheduler, "build_connector_meta", lambda build, step: dataclasses.replace(build(step), **fields))
+
+
 def left_blocks_read_too_late(engine: ModelEngine) -> None:
     """What leaves the device is stored behind the step's forward pass, as everything else is."""
-    scheduler, build, leaving = engine.scheduler, engine.scheduler.build_connector_meta, engine.scheduler.stores.leaving
-    assert leaving is not None
-    late = leaving.store
-    unfenced: list[int] = []
+    scheduler, unfenced = engine.scheduler, set[int]()
 
-    def store(*args: Any) -> dict[int, TransferSpec]:
-        specs = late(*args)
-        unfenced[:] = specs
-        return specs
+    def store(late: Callable[..., None], *args: Any) -> None:
+        before = set(scheduler.jobs.meta.stores)
+        late(*args)
+        unfenced.update(scheduler.jobs.meta.stores.keys() - before)
 
-    def without_their_fences(step: ScheduledStep) -> StepMeta:
+    def without_their_fences(build: Callable[[ScheduledStep], StepMeta], step: ScheduledStep) -> StepMeta:
         unfenced.clear()
         meta = build(step)
         return dataclasses.replace(meta, fences=[job for job in meta.fences if job not in unfenced])
 
-    leaving.store = store  # type: ignore[assignment, method-assign]
-    scheduler.build_connector_meta = without_their_fences  # type: ignore[method-assign]
+    wrap(scheduler.stores.leaving, "store", store)
+    wrap(scheduler, "build_connector_meta", without_their_fences)
 
 
 def loads_do_not_wait_for_what_leaves(engine: ModelEngine) -> None:
     """A load may overwrite what has left the device for it before that was read."""
-    build = engine.scheduler.build_connector_meta
-    engine.scheduler.build_connector_meta = lambda step: dataclasses.replace(build(step), load_after={})  # type: ignore[method-assign]
+    change_meta(engine, load_after={})
 
 
 def loads_do_not_take_device_blocks(engine: ModelEngine) -> None:
     """What a load overwrites still counts as held by the device."""
-    scheduler, build = engine.scheduler, engine.scheduler.build_connector_meta
+    scheduler = engine.scheduler
 
-    def forgetful(step: ScheduledStep) -> StepMeta:
+    def forgetful(build: Callable[[ScheduledStep], StepMeta], step: ScheduledStep) -> StepMeta:
         assert scheduler.stores.leaving is not None
-        device, loading = scheduler.stores.leaving.device, frozenset(scheduler._next.loading)
+        device, loading = scheduler.stores.leaving.device, frozenset(scheduler.jobs.loading)
         held = {block: device._held[block] for block in loading if block < len(device._held) and device._held[block]}
         meta = build(step)
         for block, each in held.items():
             device._held[block], device._latest[each[0]] = each, block
         return meta
 
-    scheduler.build_connector_meta = forgetful  # type: ignore[method-assign]
+    wrap(scheduler, "build_connector_meta", forgetful)
 
 
 def pieces_that_go_on_after_a_failure(engine: ModelEngine) -> None:
-    end = engine.scheduler.loads.end_job
-
-    def end_job(job: Job) -> bool:
-        if job.rest is not None:
-            job.failed = False
+    def end_job(end: Callable[[Job], bool], job: Job) -> bool:
+        job.failed &= job.rest is None
         return end(job)
 
-    engine.scheduler.loads.end_job = end_job  # type: ignore[method-assign]
+    wrap(engine.scheduler.loads, "end_job", end_job)
 
 
 def resets_leave_the_device_alone(engine: ModelEngine) -> None:
-    engine.scheduler.stores.reset = lambda: None  # type: ignore[method-assign]
+    wrap(engine.scheduler.stores, "reset", lambda reset: None)
 
 
 @pytest.mark.parametrize(
@@ -541,16 +471,12 @@ def test_planted_bug_of_leaving_blocks_is_caught(bug: Bug) -> None:
 
 def forgets_what_leaves_in_a_burst(engine: ModelEngine) -> None:
     watch_the_device(engine)
-    leaving = engine.scheduler.stores.leaving
-    assert leaving is not None
-    store = leaving._store
-    leaving._store = lambda blocks, *rest: store(blocks[:3], *rest)  # type: ignore[method-assign]
+    wrap(engine.scheduler.stores.leaving, "_store", lambda store, blocks, *rest: store(blocks[:3], *rest))
 
 
 def believes_that_the_device_keeps_blocks(engine: ModelEngine) -> None:
     watch_the_device(engine)
-    note = engine.policy_manager.note_device
-    engine.policy_manager.note_device = lambda held=(), left=(): note(held)  # type: ignore[method-assign]
+    wrap(engine.policy_manager, "note_device", lambda note, held=(), left=(): note(held))
 
 
 @pytest.mark.parametrize(
@@ -566,28 +492,19 @@ def test_planted_loss_of_leaving_blocks_is_caught(bug: Bug, by: type[AssertionEr
 
 
 def fence_off(engine: ModelEngine) -> None:
-    build = engine.scheduler.build_connector_meta
-
-    def without_fences(step: ScheduledStep) -> StepMeta:
-        meta = build(step)
-        return dataclasses.replace(meta, fences=[])
-
-    engine.scheduler.build_connector_meta = without_fences  # type: ignore[method-assign]
+    change_meta(engine, fences=[])
 
 
 def ready_too_early(engine: ModelEngine) -> None:
     manager = engine.scheduler.manager
-    prepare = manager.prepare_store
 
-    def ready_at_once(
-        keys: Sequence[OffloadKey], req_context: ReqContext | None = None, offer: Offer = Offer.COMPUTED
-    ) -> PrepareStoreOutput | None:
-        output = prepare(keys, req_context, offer)
+    def ready_at_once(prepare: Callable[..., PrepareStoreOutput | None], *offer: Any) -> PrepareStoreOutput | None:
+        output = prepare(*offer)
         if output is not None:
-            manager.complete_store(output.keys_to_store, req_context)
+            manager.complete_store(output.keys_to_store)
         return output
 
-    manager.prepare_store = ready_at_once  # type: ignore[method-assign]
+    wrap(manager, "prepare_store", ready_at_once)
 
 
 def loaded_too_early(engine: ModelEngine) -> None:
@@ -598,17 +515,16 @@ def loaded_too_early(engine: ModelEngine) -> None:
 
 def report_loads_at_once(worker: OffloadingConnectorWorker) -> None:
     """Loads are reported in the step that starts them, and not when they have ended."""
-    start_loads, get_finished, take_report = worker.start_loads, worker.get_finished, worker.take_report
     new: dict[int, str] = {}
     early: Counter[str] = Counter()
     reported: set[int] = set()
 
-    def start(meta: StepMeta) -> None:
+    def start(start_loads: Callable[[StepMeta], None], meta: StepMeta) -> None:
         start_loads(meta)
         worker.transfer.wait_any(0)
         new.update({job_id: spec.req_id for job_id, spec in meta.loads.items()})
 
-    def finish(meta: StepMeta) -> Finished:
+    def finish(get_finished: Callable[[StepMeta], Finished], meta: StepMeta) -> Finished:
         finished = get_finished(meta)
         for req_id in [req_id for req_id in finished.loaded if early[req_id]]:
             early[req_id] -= 1
@@ -618,70 +534,58 @@ def report_loads_at_once(worker: OffloadingConnectorWorker) -> None:
         early.update(new.values())
         return finished
 
-    def report() -> WorkerReport | None:
+    def report(take_report: Callable[[], WorkerReport | None]) -> WorkerReport | None:
         real = take_report() or WorkerReport()
         done = {job_id: n for job_id, n in real.done.items() if job_id not in reported} | dict.fromkeys(new, 1)
         reported.update(new)
         new.clear()
         return dataclasses.replace(real, done=done, failed=real.failed & done.keys())
 
-    worker.start_loads = start  # type: ignore[method-assign]
-    worker.get_finished = finish  # type: ignore[method-assign]
-    worker.take_report = report  # type: ignore[method-assign]
+    wrap(worker, "start_loads", start)
+    wrap(worker, "get_finished", finish)
+    wrap(worker, "take_report", report)
 
 
 def unpinned_while_loading(engine: ModelEngine) -> None:
     manager = engine.scheduler.manager
-    prepare, complete = manager.prepare_load, manager.complete_load
+    complete = manager.complete_load
 
-    def unpin(keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> LoadStoreSpec:
-        spec = prepare(keys, req_context)
-        complete(keys, req_context)
+    def unpin(prepare: Callable[..., LoadStoreSpec], keys: Sequence[OffloadKey], context: ReqContext) -> LoadStoreSpec:
+        spec = prepare(keys, context)
+        complete(keys, context)
         return spec
 
-    manager.prepare_load = unpin  # type: ignore[method-assign]
-    manager.complete_load = lambda blocks, req_context=None: None  # type: ignore[method-assign]
+    wrap(manager, "prepare_load", unpin)
+    wrap(manager, "complete_load", lambda complete, *blocks: None)
 
 
 def stores_what_is_not_computed(engine: ModelEngine) -> None:
-    due = engine.scheduler.stores.due_of
     ahead = max(group.device_block_size for group in engine.groups)
-
-    def too_much(state: RequestState, num_computed: int, num_before: int) -> Due | None:
-        return due(state, num_computed + ahead, num_before)
-
-    engine.scheduler.stores.due_of = too_much  # type: ignore[method-assign]
+    wrap(engine.scheduler.stores, "due_of", lambda due, state, computed, before: due(state, computed + ahead, before))
 
 
 def one_block_off(engine: ModelEngine) -> None:
-    def reverse(spec: TransferSpec) -> TransferSpec:
-        return with_slots(spec, spec.host.slots[::-1].copy())
-
-    change_loads(engine, reverse)
+    change_loads(engine, lambda spec: with_slots(spec, spec.host.slots[::-1].copy()))
 
 
 def reset_keeps_stores_going(engine: ModelEngine) -> None:
-    scheduler, reset = engine.scheduler, engine.scheduler.reset
-
-    def forgetful(is_pause: bool = False) -> None:
+    def forgetful(reset: Callable[[bool], None], is_pause: bool = False) -> None:
         reset(is_pause)
-        for state in scheduler.requests.values():
+        for state in engine.scheduler.requests.values():
             state.storing = Storing.ALLOWED
 
-    scheduler.reset = forgetful  # type: ignore[method-assign]
+    wrap(engine.scheduler, "reset", forgetful)
 
 
 def preemption_forgets_new_blocks(engine: ModelEngine) -> None:
-    scheduler, build = engine.scheduler, engine.scheduler.build_connector_meta
-
-    def forgetful(step: ScheduledStep) -> StepMeta:
+    def forgetful(build: Callable[[ScheduledStep], StepMeta], step: ScheduledStep) -> StepMeta:
         meta = build(step)
         for req_id in step.preempted:
-            if req_id in scheduler.requests:
-                scheduler.requests[req_id].phase = Phase.WAITING
+            if req_id in engine.scheduler.requests:
+                engine.scheduler.requests[req_id].phase = Phase.WAITING
         return meta
 
-    scheduler.build_connector_meta = forgetful  # type: ignore[method-assign]
+    wrap(engine.scheduler, "build_connector_meta", forgetful)
 
 
 def store_retried_after_its_fence(engine: ModelEngine) -> None:
@@ -691,20 +595,19 @@ def store_retried_after_its_fence(engine: ModelEngine) -> None:
 
 def retry_after_fences(worker: OffloadingConnectorWorker) -> None:
     """A store that has failed is tried again although its device blocks belong to others now."""
-    begin_step, transfer = worker.begin_step, worker.transfer
-    submit, poll = transfer.submit, transfer.poll
+    transfer, submit = worker.transfer, worker.transfer.submit
     specs: dict[int, TransferSpec] = {}
     fenced: set[int] = set()
 
-    def begin(meta: StepMeta) -> None:
+    def begin(begin_step: Callable[[StepMeta], None], meta: StepMeta) -> None:
         fenced.update(meta.fences)
         begin_step(meta)
 
-    def note(job_id: int, spec: TransferSpec, is_store: bool) -> None:
+    def note(submit: Callable[..., None], job_id: int, spec: TransferSpec, is_store: bool) -> None:
         specs[job_id] = spec
         submit(job_id, spec, is_store)
 
-    def poll_and_retry(busy: bool) -> list[TransferResult]:
+    def poll_and_retry(poll: Callable[[bool], list[TransferResult]], busy: bool) -> list[TransferResult]:
         results = poll(busy)
         again = [result for result in results if not result.ok and result.job_id in fenced]
         for result in again:
@@ -712,9 +615,9 @@ def retry_after_fences(worker: OffloadingConnectorWorker) -> None:
             submit(result.job_id, specs[result.job_id], True)
         return [result for result in results if result not in again]
 
-    worker.begin_step = begin  # type: ignore[method-assign]
-    transfer.submit = note  # type: ignore[method-assign]
-    transfer.poll = poll_and_retry  # type: ignore[method-assign]
+    wrap(worker, "begin_step", begin)
+    wrap(transfer, "submit", note)
+    wrap(transfer, "poll", poll_and_retry)
 
 
 def failed_load_called_good(engine: ModelEngine) -> None:
@@ -723,14 +626,7 @@ def failed_load_called_good(engine: ModelEngine) -> None:
 
 
 def never_report_failed_loads(worker: OffloadingConnectorWorker) -> None:
-    finished = worker.get_finished
-
-    def never_failed(meta: StepMeta) -> Finished:
-        result = finished(meta)
-        result.failed.clear()
-        return result
-
-    worker.get_finished = never_failed  # type: ignore[method-assign]
+    wrap(worker, "get_finished", lambda finished, meta: dataclasses.replace(finished(meta), failed={}))
 
 
 def weights_unwatched(engine: ModelEngine) -> None:
@@ -739,15 +635,9 @@ def weights_unwatched(engine: ModelEngine) -> None:
 
 
 def reports_before_weights_are_compared(engine: ModelEngine) -> None:
-    for rank in engine.ranks:
-        answer_at_once(rank.worker.weights.watch)
-
-
-def answer_at_once(watch: WeightWatch | None) -> None:
     """A comparison that has not ended counts as one that has found no change."""
-    assert watch is not None
-    poll = watch.poll
-    watch.poll = lambda: bool(poll())  # type: ignore[method-assign]
+    for rank in engine.ranks:
+        wrap(rank.worker.weights.watch, "poll", lambda poll: bool(poll()))
 
 
 def new_weights_accepted_at_the_next_load(engine: ModelEngine) -> None:
@@ -758,33 +648,28 @@ def new_weights_accepted_at_the_next_load(engine: ModelEngine) -> None:
 
 def accept_late(watch: WeightWatch | None) -> None:
     assert watch is not None
-    accept, begin = watch.accept, watch.begin
-    due: list[bool] = []
+    accept, due = watch.accept, list[bool]()
 
-    def begin_and_accept() -> None:
+    def begin_and_accept(begin: Callable[[], None]) -> None:
         if due:
             due.clear()
             accept()
         begin()
 
-    watch.accept = lambda: due.append(True)  # type: ignore[method-assign]
-    watch.begin = begin_and_accept  # type: ignore[method-assign]
+    wrap(watch, "accept", lambda accept: due.append(True))
+    wrap(watch, "begin", begin_and_accept)
 
 
 def engines_old_blocks_taken_for_new(engine: ModelEngine) -> None:
-    engine.scheduler.sound.trace = lambda state, new, found: None  # type: ignore[method-assign]
+    wrap(engine.scheduler.sound, "trace", lambda trace, state, new, found: None)
 
 
 def change_loads(engine: ModelEngine, change: Callable[[TransferSpec], TransferSpec]) -> None:
+    def changed(submit: Callable[..., None], job_id: int, spec: TransferSpec, is_store: bool) -> None:
+        submit(job_id, spec if is_store else change(spec), is_store)
+
     for rank in engine.ranks:
-        change_submitted_loads(rank.transfer, change)
-
-
-def change_submitted_loads(transfer: Transfer, change: Callable[[TransferSpec], TransferSpec]) -> None:
-    submit = transfer.submit
-    transfer.submit = lambda job_id, spec, is_store: submit(  # type: ignore[method-assign]
-        job_id, spec if is_store else change(spec), is_store
-    )
+        wrap(rank.transfer, "submit", changed)
 
 
 def with_slots(spec: TransferSpec, slots: Slots) -> TransferSpec:
@@ -795,15 +680,14 @@ def with_slots(spec: TransferSpec, slots: Slots) -> TransferSpec:
 
 
 def done_when_the_first_rank_is(engine: ModelEngine) -> None:
-    scheduler, update = engine.scheduler, engine.scheduler.update_connector_output
     done: set[int] = set()
 
-    def first_counts_for_all(report: WorkerReport) -> None:
+    def first_counts_for_all(update: Callable[[WorkerReport], None], report: WorkerReport) -> None:
         new = report.done.keys() - done
         done.update(new)
         update(dataclasses.replace(report, done=dict.fromkeys(sorted(new), len(engine.ranks))))
 
-    scheduler.update_connector_output = first_counts_for_all  # type: ignore[method-assign]
+    wrap(engine.scheduler, "update_connector_output", first_counts_for_all)
 
 
 def one_rank_reports_stores_early(engine: ModelEngine) -> None:
@@ -812,14 +696,14 @@ def one_rank_reports_stores_early(engine: ModelEngine) -> None:
 
 
 def report_stores_at_once(worker: OffloadingConnectorWorker) -> None:
-    end, take = worker.end_step, worker.take_report
     early: dict[int, int] = {}
+    reported: set[int] = set()
 
-    def end_step(meta: StepMeta) -> None:
+    def end_step(end: Callable[[StepMeta], None], meta: StepMeta) -> None:
         end(meta)
         early.update(dict.fromkeys(meta.stores, 1))
 
-    def take_report() -> WorkerReport:
+    def take_report(take: Callable[[], WorkerReport | None]) -> WorkerReport:
         report = take() or WorkerReport()
         loads = {job_id: n for job_id, n in report.done.items() if job_id not in reported}
         reported.update(early)
@@ -828,9 +712,8 @@ def report_stores_at_once(worker: OffloadingConnectorWorker) -> None:
         early.clear()
         return report
 
-    reported: set[int] = set()
-    worker.end_step = end_step  # type: ignore[method-assign]
-    worker.take_report = take_report  # type: ignore[method-assign]
+    wrap(worker, "end_step", end_step)
+    wrap(worker, "take_report", take_report)
 
 
 def one_rank_loads_early(engine: ModelEngine) -> None:
@@ -849,31 +732,25 @@ def one_ranks_failed_store_ignored(engine: ModelEngine) -> None:
 
 
 def never_report_failed_stores(worker: OffloadingConnectorWorker) -> None:
-    take, end = worker.take_report, worker.end_step
     stores: set[int] = set()
 
-    def end_step(meta: StepMeta) -> None:
+    def end_step(end: Callable[[StepMeta], None], meta: StepMeta) -> None:
         end(meta)
         stores.update(meta.stores)
 
-    def take_report() -> WorkerReport | None:
-        report = take()
-        if report is not None:
+    def take_report(take: Callable[[], WorkerReport | None]) -> WorkerReport | None:
+        if (report := take()) is not None:
             report.failed -= stores
         return report
 
-    worker.end_step = end_step  # type: ignore[method-assign]
-    worker.take_report = take_report  # type: ignore[method-assign]
+    wrap(worker, "end_step", end_step)
+    wrap(worker, "take_report", take_report)
 
 
 def one_rank_skips_fences(engine: ModelEngine) -> None:
     if len(engine.ranks) > 1:
-        skip_fences(engine.ranks[-1].worker)
-
-
-def skip_fences(worker: OffloadingConnectorWorker) -> None:
-    begin = worker.begin_step
-    worker.begin_step = lambda meta: begin(dataclasses.replace(meta, fences=[]))  # type: ignore[method-assign]
+        worker = engine.ranks[-1].worker
+        wrap(worker, "begin_step", lambda begin, meta: begin(dataclasses.replace(meta, fences=[])))
 
 
 # Bugs of ranks with the same KV.
@@ -888,14 +765,14 @@ def followers_store_too(engine: ModelEngine) -> None:
 
 def store_what_is_reported(transfer: Transfer) -> None:
     assert isinstance(transfer, FollowerTransfer)
-    inner, submit = transfer.inner, transfer.submit
+    inner = transfer.inner
 
-    def submit_and_copy(job_id: int, spec: TransferSpec, is_store: bool) -> None:
+    def submit_and_copy(submit: Callable[..., None], job_id: int, spec: TransferSpec, is_store: bool) -> None:
         submit(job_id, spec, is_store)
         if is_store:
             inner.submit(job_id, spec, is_store)
 
-    transfer.submit = submit_and_copy  # type: ignore[method-assign]
+    wrap(transfer, "submit", submit_and_copy)
 
 
 def followers_report_for_their_leader(engine: ModelEngine) -> None:
@@ -942,9 +819,13 @@ def slots_of_two_groups_swapped(engine: ModelEngine) -> None:
     change_loads(engine, swap)
 
 
+def factors_of(engine: ModelEngine) -> list[int]:
+    return [group.block_size_factor for group in engine.scheduler.layout.groups]
+
+
 def two_parts_exchanged(engine: ModelEngine) -> None:
     """The first block that is loaded gets the bytes of its first part where those of its second part belong."""
-    group_of, factors = engine.scheduler.layout.parts.group_of, engine.scheduler.layout.factors
+    group_of, factors = engine.scheduler.layout.parts.group_of, factors_of(engine)
 
     def exchange(spec: TransferSpec) -> TransferSpec:
         starts = [first % factor for first, factor in zip(spec.device.block_indices, factors, strict=True)]
@@ -963,8 +844,7 @@ def two_parts_exchanged(engine: ModelEngine) -> None:
 
 def part_of_the_first_block_ignored(engine: ModelEngine) -> None:
     def from_the_start(spec: TransferSpec) -> TransferSpec:
-        factors = engine.scheduler.layout.factors
-        starts = tuple(i - i % factor for i, factor in zip(spec.device.block_indices, factors, strict=True))
+        starts = tuple(i - i % n for i, n in zip(spec.device.block_indices, factors_of(engine), strict=True))
         return dataclasses.replace(spec, device=dataclasses.replace(spec.device, block_indices=starts))
 
     change_loads(engine, from_the_start)
@@ -987,28 +867,30 @@ def drafts_named_by_one_token_of_two(engine: ModelEngine) -> None:
 
 def drafts_stored_before_they_are_final(engine: ModelEngine) -> None:
     layout = engine.scheduler.layout
-    layout.num_final = lambda g, computed: computed // layout.block_tokens[g]  # type: ignore[method-assign]
+    wrap(layout, "num_final", lambda num_final, g, computed: computed // layout.block_tokens[g])
 
 
 def group_not_in_the_key(engine: ModelEngine) -> None:
-    layout = engine.scheduler.layout
-    key = layout.key
-    layout.key = lambda *block: key(*block)[:-4] + bytes(4)  # type: ignore[method-assign]
+    wrap(engine.scheduler.layout, "key", lambda key, *block: key(*block)[:-4] + bytes(4))
 
 
-def fence_of_windows_left_out(engine: ModelEngine) -> None:
-    scheduler, build = engine.scheduler, engine.scheduler.build_connector_meta
+def leave_out_of_fences(engine: ModelEngine, is_left_out: Callable[[KVGroup], bool]) -> None:
+    scheduler, groups = engine.scheduler, engine.scheduler.layout.groups
 
-    def build_and_forget(step: ScheduledStep) -> StepMeta:
+    def build_and_forget(build: Callable[[ScheduledStep], StepMeta], step: ScheduledStep) -> StepMeta:
         meta = build(step)
         for job_id, spec in meta.stores.items():
             if job_id in scheduler.jobs.jobs:
-                groups = scheduler.layout.groups
-                kept = [groups[g].is_full for g in np.repeat(np.arange(len(groups)), spec.device.group_sizes)]
+                of_block = np.repeat(np.arange(len(groups)), spec.device.group_sizes)
+                kept = [not is_left_out(groups[g]) for g in of_block]
                 scheduler.jobs.jobs[job_id].device_blocks = frozenset(spec.device.block_ids[kept].tolist())
         return meta
 
-    scheduler.build_connector_meta = build_and_forget  # type: ignore[method-assign]
+    wrap(scheduler, "build_connector_meta", build_and_forget)
+
+
+def fence_of_windows_left_out(engine: ModelEngine) -> None:
+    leave_out_of_fences(engine, lambda group: not group.is_full)
 
 
 def stores_what_slid_out(engine: ModelEngine) -> None:
@@ -1035,18 +917,17 @@ def stores_torn_blocks(engine: ModelEngine) -> None:
 
 def change_due(engine: ModelEngine, change: Callable[[KVGroup], KVGroup]) -> None:
     """Finds blocks that are due as if the groups were what ``change`` makes of them."""
-    scheduler, due = engine.scheduler, engine.scheduler.stores.due_of
-    groups = scheduler.layout.groups
+    layout, groups = engine.scheduler.layout, engine.scheduler.layout.groups
     changed = tuple(map(change, groups))
 
-    def due_of_changed(state: RequestState, num_computed: int, num_before: int) -> Due | None:
-        scheduler.layout.groups = changed
+    def due_of_changed(due: Callable[..., Due | None], *args: Any) -> Due | None:
+        layout.groups = changed
         try:
-            return due(state, num_computed, num_before)
+            return due(*args)
         finally:
-            scheduler.layout.groups = groups
+            layout.groups = groups
 
-    scheduler.stores.due_of = due_of_changed  # type: ignore[method-assign]
+    wrap(engine.scheduler.stores, "due_of", due_of_changed)
 
 
 Bug = Callable[[ModelEngine], None]
@@ -1160,14 +1041,10 @@ def test_planted_bug_of_updates_is_caught(bug: Bug) -> None:
 
 def test_leaked_pin_is_caught() -> None:
     def never_unpins(engine: ModelEngine) -> None:
-        engine.scheduler.manager.complete_load = lambda blocks, req_context=None: None  # type: ignore[method-assign]
-
-    def first_leak() -> None:
-        for seed in range(200):
-            run_seed(seed, never_unpins)
+        wrap(engine.scheduler.manager, "complete_load", lambda complete, *blocks: None)
 
     with pytest.raises(Leak):
-        first_leak()
+        [run_seed(seed, never_unpins) for seed in range(200)]
 
 
 def test_one_seed_replays_a_run() -> None:

@@ -6,7 +6,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator
 from random import Random
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ from tests.connector.test_engine_model import (
     caught,
     exact_ends,
     kind_of,
+    leave_out_of_fences,
     many_resets,
     same_kv,
     silent_updates,
@@ -27,10 +28,12 @@ from tests.connector.test_engine_model import (
 from tests.scale import scaled
 from tests.sim.content import EngineRequest
 from tests.sim.engine import BrokenPromise, ModelEngine, Scenario
+from tests.sim.planted import wrap
 
 SEEDS = scaled(40)
 CHUNKS = 2
 PLANTED_SEEDS = 400
+LookUp: TypeAlias = Callable[..., tuple[int | None, bool]]
 
 
 pytestmark = pytest.mark.usefixtures("quiet")
@@ -88,9 +91,9 @@ class LostHit(AssertionError):
 
 def no_hit_is_lost(engine: ModelEngine) -> None:
     """What the host holds for a request is offered: up to the last position where every group has what it needs."""
-    scheduler, look_up = engine.scheduler, engine.scheduler.get_num_new_matched_tokens
+    scheduler = engine.scheduler
 
-    def look_up_and_compare(request: Any, computed: int) -> tuple[int | None, bool]:
+    def look_up_and_compare(look_up: LookUp, request: Any, computed: int) -> tuple[int | None, bool]:
         answer = look_up(request, computed)
         state = scheduler.requests.get(request.request_id)
         if answer[0] is not None and state is not None and state.may_load and not scheduler.off:
@@ -100,7 +103,7 @@ def no_hit_is_lost(engine: ModelEngine) -> None:
                 raise LostHit(f"{request.request_id} is offered {computed} + {answer[0]} tokens, not {best}")
         return answer
 
-    scheduler.get_num_new_matched_tokens = look_up_and_compare  # type: ignore[method-assign, assignment]
+    wrap(scheduler, "get_num_new_matched_tokens", look_up_and_compare)
 
 
 def most_ready(engine: ModelEngine, request: EngineRequest, computed: int) -> int:
@@ -109,7 +112,7 @@ def most_ready(engine: ModelEngine, request: EngineRequest, computed: int) -> in
     keys = state.blocks.keys
     # A hit ends where every group has a name for what precedes it, also if a group needs nothing of that.
     named = min(len(each) * size for each, size in zip(keys, layout.block_tokens, strict=True))
-    most = min(state.blocks.max_tokens, request.num_tokens - 1, named)
+    most = min(state.options.max_tokens, request.num_tokens - 1, named)
     for end in range(most // layout.align * layout.align, computed, -layout.align):
         # Few states are kept, so they are asked for first.
         needed = (
@@ -126,13 +129,13 @@ def test_lost_hit_is_noticed() -> None:
     """The comparison finds a connector that offers a block less than it has."""
 
     def offers_less(engine: ModelEngine) -> None:
-        look_up, align = engine.scheduler.get_num_new_matched_tokens, engine.scheduler.layout.align
+        align = engine.scheduler.layout.align
 
-        def less(request: Any, computed: int) -> tuple[int | None, bool]:
-            tokens, _ = look_up(request, computed)
+        def less(look_up: LookUp, *asked: Any) -> tuple[int | None, bool]:
+            tokens, _ = look_up(*asked)
             return (tokens, False) if not tokens else (tokens - align, tokens > align)
 
-        engine.scheduler.get_num_new_matched_tokens = less  # type: ignore[method-assign, assignment]
+        wrap(engine.scheduler, "get_num_new_matched_tokens", less)
         no_hit_is_lost(engine)
 
     assert caught(offers_less, hybrid, by=LostHit, seeds=PLANTED_SEEDS)
@@ -179,15 +182,14 @@ def turns_of(engine: ModelEngine, turns: int) -> Iterator[list[int]]:
     """Lets every request go on with a question, again and again. Yields, per turn and request, how many tokens it
     computes of those that the one before it has computed or sampled."""
     found: dict[str, int] = {}
-    scheduler, look_up = engine.scheduler, engine.scheduler.get_num_new_matched_tokens
 
-    def look_up_and_note(request: Any, computed: int) -> tuple[int | None, bool]:
+    def look_up_and_note(look_up: LookUp, request: Any, computed: int) -> tuple[int | None, bool]:
         answer = look_up(request, computed)
         if answer[0] is not None:
             found.setdefault(request.request_id, computed + answer[0])
         return answer
 
-    scheduler.get_num_new_matched_tokens = look_up_and_note  # type: ignore[method-assign, assignment]
+    wrap(engine.scheduler, "get_num_new_matched_tokens", look_up_and_note)
     engine.run()
     before, rng = dict(engine.outputs), Random(engine.scenario.seed)
     for turn in range(turns):
@@ -247,12 +249,11 @@ def test_states_that_are_not_kept_are_computed_again() -> None:
 
 def change_steps(engine: ModelEngine, states_of) -> None:  # type: ignore[no-untyped-def]
     """Lets the connector see the boundary states that ``states_of`` returns for a step."""
-    build = engine.scheduler.build_connector_meta
 
-    def build_from_changed(step: ScheduledStep) -> StepMeta:
+    def build_from_changed(build: Callable[[ScheduledStep], StepMeta], step: ScheduledStep) -> StepMeta:
         return build(dataclasses.replace(step, boundary_states=states_of(step)))
 
-    engine.scheduler.build_connector_meta = build_from_changed  # type: ignore[method-assign]
+    wrap(engine.scheduler, "build_connector_meta", build_from_changed)
 
 
 def state_taken_by_position(engine: ModelEngine) -> None:
@@ -296,11 +297,10 @@ def state_named_after_the_boundary_before(engine: ModelEngine) -> None:
 
 def state_of_another_boundary_loaded(engine: ModelEngine) -> None:
     """If the host has the state of the boundary before, that one is loaded."""
-    scheduler = engine.scheduler
-    layout, start = scheduler.layout, scheduler.loads.start
+    layout = engine.scheduler.layout
 
-    def start_from_before(state, blocks, num_tokens):  # type: ignore[no-untyped-def]
-        end, keys, status = state.computed_at_load + num_tokens, state.blocks.keys, engine.policy_manager.block_status
+    def start_from_before(start, state, blocks, num_tokens):  # type: ignore[no-untyped-def]
+        end, keys, status = state.filled.computed + num_tokens, state.blocks.keys, engine.policy_manager.block_status
         own = [keys[g][:] for g in layout.states]
         for g in layout.states:
             last, step = end // layout.block_tokens[g] - 1, layout.align // layout.block_tokens[g]
@@ -312,19 +312,18 @@ def state_of_another_boundary_loaded(engine: ModelEngine) -> None:
             for g, mine in zip(layout.states, own, strict=True):
                 keys[g][:] = mine
 
-    scheduler.loads.start = start_from_before  # type: ignore[method-assign]
+    wrap(engine.scheduler.loads, "start", start_from_before)
 
 
 def load_without_its_state(engine: ModelEngine) -> None:
     """The job that the workers get leaves the state out."""
-    build = engine.scheduler.build_connector_meta
 
-    def build_without(step: ScheduledStep) -> StepMeta:
+    def build_without(build: Callable[[ScheduledStep], StepMeta], step: ScheduledStep) -> StepMeta:
         meta = build(step)
         meta.loads = {job_id: without_states(engine, spec) for job_id, spec in meta.loads.items()}
         return meta
 
-    engine.scheduler.build_connector_meta = build_without  # type: ignore[method-assign]
+    wrap(engine.scheduler, "build_connector_meta", build_without)
 
 
 def without_states(engine: ModelEngine, spec: TransferSpec) -> TransferSpec:
@@ -346,17 +345,16 @@ def without_states(engine: ModelEngine, spec: TransferSpec) -> TransferSpec:
 
 def hit_without_its_state(engine: ModelEngine) -> None:
     """The search asks for KV only."""
-    scheduler = engine.scheduler
-    layout, look_up = scheduler.layout, scheduler.get_num_new_matched_tokens
+    layout = engine.scheduler.layout
 
-    def look_up_kv(request: Any, computed: int) -> tuple[int | None, bool]:
+    def look_up_kv(look_up: LookUp, *asked: Any) -> tuple[int | None, bool]:
         states, layout.states = layout.states, ()
         try:
-            return look_up(request, computed)
+            return look_up(*asked)
         finally:
             layout.states = states
 
-    scheduler.get_num_new_matched_tokens = look_up_kv  # type: ignore[method-assign, assignment]
+    wrap(engine.scheduler, "get_num_new_matched_tokens", look_up_kv)
 
 
 def states_offered_a_step_later(engine: ModelEngine) -> None:
@@ -390,38 +388,23 @@ def states_offered_a_step_early(engine: ModelEngine) -> None:
 
 def states_stored_before_their_step(engine: ModelEngine) -> None:
     """The copies begin before the forward pass that completes the states."""
-    for rank in engine.ranks:
-        store_at_once(rank.worker, engine.groups)
 
-
-def store_at_once(worker, groups) -> None:  # type: ignore[no-untyped-def]
-    """As if another's need of their device blocks fenced them: then they are copied when the step begins."""
-    begin, end = worker.begin_step, worker.end_step
-
-    def fenced(meta: StepMeta) -> StepMeta:
+    def fenced(call: Callable[[StepMeta], None], meta: StepMeta) -> None:
+        """As if another's need of their device blocks fenced them: then they are copied when the step begins."""
         early = [
             job_id
             for job_id, spec in meta.stores.items()
-            if any(size and group.state for size, group in zip(spec.device.group_sizes, groups, strict=True))
+            if any(size and group.state for size, group in zip(spec.device.group_sizes, engine.groups, strict=True))
         ]
-        return dataclasses.replace(meta, fences=[*meta.fences, *early], fenced_blocks=None)
+        call(dataclasses.replace(meta, fences=[*meta.fences, *early], fenced_blocks=None))
 
-    worker.begin_step, worker.end_step = lambda meta: begin(fenced(meta)), lambda meta: end(fenced(meta))
+    for rank in engine.ranks:
+        wrap(rank.worker, "begin_step", fenced)
+        wrap(rank.worker, "end_step", fenced)
 
 
 def fence_of_states_left_out(engine: ModelEngine) -> None:
-    scheduler, build = engine.scheduler, engine.scheduler.build_connector_meta
-
-    def build_and_forget(step: ScheduledStep) -> StepMeta:
-        meta = build(step)
-        for job_id, spec in meta.stores.items():
-            if job_id in scheduler.jobs.jobs:
-                groups = np.repeat(np.arange(len(engine.groups)), spec.device.group_sizes)
-                kept = [not engine.groups[g].state for g in groups]
-                scheduler.jobs.jobs[job_id].device_blocks = frozenset(spec.device.block_ids[kept].tolist())
-        return meta
-
-    scheduler.build_connector_meta = build_and_forget  # type: ignore[method-assign]
+    leave_out_of_fences(engine, lambda group: group.state)
 
 
 @pytest.mark.parametrize(

@@ -7,31 +7,18 @@ from typing import Any
 
 import pytest
 
-from kvoffload.abc import ConfigError, KVGroup, OffloadKey, ReqContext, ScheduledStep
-from kvoffload.cache.keys import key_block_hash, key_group_idx, make_offload_key
+from kvoffload.abc import ConfigError, KVGroup, OffloadingManager, OffloadKey, ReqContext, ScheduledStep
+from kvoffload.cache.keys import hash_blocks, key_block_hash, key_group_idx, make_offload_key
 from kvoffload.cache.manager import LRUOffloadingManager
 from kvoffload.cache.slots import HostBackend
+from kvoffload.cache.tenants import Tenants
 from kvoffload.connector import request as request_module
+from kvoffload.connector.layout import KeyLayout
+from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from tests.connector.group_rig import GroupRig
-from tests.connector.rig import TOKENS, FakeRequest, make_half
+from tests.connector.rig import TOKENS, FakeRequest, SpyManager, make_half, prompt
 
 FULL, WINDOW = 0, 1
-
-
-@pytest.mark.parametrize(
-    ("group", "num_computed", "skipped"),
-    [
-        (KVGroup(4), 100, 0),
-        (KVGroup(4, sliding_window=4), 7, 4),
-        (KVGroup(4, sliding_window=4), 3, 0),
-        (KVGroup(4, sliding_window=1), 7, 7),
-        (KVGroup(4, attention_chunk=8), 13, 8),
-        (KVGroup(4, attention_chunk=8), 8, 8),
-        (KVGroup(4, attention_chunk=8), 7, 0),
-    ],
-)
-def test_tokens_that_a_token_does_not_attend_to(group: KVGroup, num_computed: int, skipped: int) -> None:
-    assert group.skipped_tokens(num_computed) == skipped
 
 
 @pytest.mark.parametrize("sizes", [{"sliding_window": 0}, {"block_size_factor": 0}, {"attention_chunk": -1}])
@@ -77,31 +64,6 @@ def test_a_chunk_needs_the_blocks_in_it(end: int, needed: set[int]) -> None:
         rig.compute(asked)
         rig.drop(asked, WINDOW, ordinal)
         assert (rig.hit(rig.request(end)) == end // 4 * 4) is (ordinal not in needed), ordinal
-
-
-def test_blocks_that_slid_out_before_they_were_stored_are_left_out() -> None:
-    """The pool is busy while the first half is computed; when it has room, part of the windows is gone."""
-    rig = GroupRig([KVGroup(4), KVGroup(4, sliding_window=9)], num_host_blocks=20)
-    busy = rig.request(40, first=1000)
-    rig.hit(busy, 0)
-    tables = rig.tables(40)
-    rig.allocate(busy, tables)
-    blocking = rig.give(busy, 40, tables, new=True)
-    request = rig.request(24)
-    rig.hit(request, 0)
-    first = rig.tables(12)
-    rig.allocate(request, first)
-    assert not rig.give(request, 12, first, new=True).stores
-    rig.done(blocking)
-    more = rig.tables(12)
-    meta = rig.give(request, 12, more, new=False)
-    (spec,) = meta.stores.values()
-    # The token at 12 looks back to 4: device block 0 of the window group may be another's by now.
-    assert spec.device.group_sizes == (6, 5)
-    assert spec.device.block_ids.tolist() == [*first[FULL], *more[FULL], *first[WINDOW][1:], *more[WINDOW]]
-    # Without block 0 of the window's group one can go on at 4 no more, but at 8 again.
-    rig.done(meta)
-    assert [rig.hit(rig.request(n + 1)) for n in (4, 8, 12, 24)] == [0, 0, 12, 24]
 
 
 DRAFTING = {"following": lambda request, position, n: repr(request.tokens[position : position + n]).encode()}
@@ -262,3 +224,43 @@ def test_a_request_waits_for_no_answer_about_blocks_that_another_group_lacks(
         assert output is not None
         manager.complete_store(output.store_spec)
     assert half.get_num_new_matched_tokens(request, 0)[0] == hit
+
+
+# How block hashes become keys.
+
+
+def scheduler(manager: OffloadingManager, **options: Any) -> OffloadingConnectorScheduler:
+    return make_half(manager, groups=[KVGroup(TOKENS)], **options)
+
+
+def test_the_namespace_is_part_of_the_key() -> None:
+    manager = SpyManager(4)
+    found = {}
+    for namespace in (b"one", b"two", b""):
+        scheduler(manager, tenants=Tenants(namespace)).get_num_new_matched_tokens(FakeRequest("r", prompt(5)), 0)
+        found[namespace] = manager.lookups[-1]
+    (h,) = hash_blocks(prompt(4), TOKENS)
+    assert found == {name: [make_offload_key(name + h, 0)] for name in found}
+
+
+def test_a_blocks_key_has_the_hash_of_its_last_hash_block() -> None:
+    manager = SpyManager(4)
+    request = FakeRequest("r", prompt(20), hash_tokens=2)
+    half = make_half(manager, groups=[KVGroup(TOKENS, 2)], hash_block_size=2)
+    half.get_num_new_matched_tokens(request, 0)
+    hashes = request.block_hashes
+    assert manager.lookups == [[make_offload_key(hashes[3], 0), make_offload_key(hashes[7], 0)]]
+
+
+@pytest.mark.parametrize("hash_block_size", [3, 8])
+def test_block_sizes_that_do_not_divide_are_refused(hash_block_size: int) -> None:
+    with pytest.raises(ConfigError, match=f"hash_block_size={hash_block_size}: must divide the 4 tokens"):
+        scheduler(SpyManager(4), hash_block_size=hash_block_size)
+
+
+def test_keys_at_boundaries() -> None:
+    layout = KeyLayout([KVGroup(16), KVGroup(8, state=True)], None)
+    keys = [b"%d" % (8 * i + 8) for i in range(10)]
+    assert list(layout.boundary_keys(1, keys, 0, 64)) == [b"16", b"32", b"48", b"64"]
+    assert list(layout.boundary_keys(1, keys, 32, 64)) == [b"48", b"64"]
+    assert list(layout.boundary_keys(1, keys, 64, 64)) == []

@@ -169,7 +169,7 @@ def test_the_answer_names_the_prompts_blocks_and_where_they_are(pair: Pair) -> N
     assert answer == with_handover(value)
     assert value == {"tokens": 8, "name": value["name"], "places": {"store": PLACE}, "server": value["server"]}
     assert is_handover(value)
-    assert Handover.from_option(value).to_options() == {"handover": value}
+    assert Handover(**value).to_options() == {"handover": value}
     assert handover_of(pair.decode.compute(prompt(11)))["name"] == value["name"]
     assert handover_of(pair.decode.compute(prompt(11, start=1)))["name"] != value["name"]
     assert pair.prefill.count("sent") == 1

@@ -24,9 +24,7 @@ def test_a_report_of_another_schedulers_job_is_ignored() -> None:
 def test_a_fence_names_the_blocks_that_were_handed_out_and_no_others() -> None:
     rig, job, _ = in_flight()
     new = FakeRequest("n", prompt(8, start=90))
-    rig.look_up(new)
-    rig.allocate(new, [2, 30])
-    meta = rig.step({new: 8}, new={"n": [2, 30]})
+    meta = rig.start(new, [2, 30], num_tokens=8)
     assert (meta.fences, meta.fenced_blocks) == ([job], frozenset({2})), (
         "30 is read by no store, and 1 was not handed out"
     )
@@ -66,9 +64,7 @@ def test_a_store_is_fenced_only_if_its_blocks_are_handed_out_again() -> None:
 def test_a_block_shared_through_the_device_prefix_cache_was_not_handed_out_again() -> None:
     rig, _, _ = in_flight()
     sharer = FakeRequest("s", prompt(12), num_computed_tokens=8)
-    rig.look_up(sharer, computed=8)
-    rig.allocate(sharer, [1, 2, 20])
-    assert rig.step({sharer: 4}, new={"s": [1, 2, 20]}).fences == []
+    assert rig.start(sharer, [1, 2, 20], computed=8, num_tokens=4).fences == []
 
 
 def test_a_finished_request_may_be_freed_at_once() -> None:

@@ -23,8 +23,7 @@ SPACE = b"namespace"
 
 
 @pytest.mark.parametrize(
-    "params",
-    [[1, 2], "do_remote_decode", 7, {}, {"do_remote_decode": []}, {PARAM: 7}, {PARAM: None}, {1: 2}],
+    "params", [[1, 2], "do_remote_decode", 7, {}, {"do_remote_decode": []}, {PARAM: 7}, {PARAM: None}, {1: 2}]
 )
 def test_whatever_a_client_sends_does_no_harm(params: Any) -> None:
     rig = Rig()

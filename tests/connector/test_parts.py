@@ -151,10 +151,8 @@ def test_tables_and_states_go_to_every_part_of_their_group() -> None:
 
 
 def test_without_parts_nothing_is_copied() -> None:
-    whole, tables, step = Parts.none(2), ([1], [2]), ScheduledStep({}, {"r": ([1], [2])})
+    whole = Parts.none(2)
     assert not whole.is_divided
-    assert whole.tables(tables) is tables
-    assert whole.step(step) is step
     pages = [PageGroup([np.zeros((2, 40), np.uint8)], 2), PageGroup([])]
     assert all(mine is given for mine, given in zip(whole.page_groups(pages), pages, strict=True))
     assert whole.last == {0, 1}
@@ -163,7 +161,6 @@ def test_without_parts_nothing_is_copied() -> None:
 def test_a_layout_has_a_group_per_part() -> None:
     layout = KeyLayout([FULL, WINDOW, STATE], None, parts=Parts((3, 1, 2)))
     assert (layout.full, layout.windows, layout.states) == ((0, 1, 2), (3,), (4, 5))
-    assert layout.engine_groups == (FULL, WINDOW, STATE)
     assert layout.chains.kv_blocks_per_unit == 4, "states come on top"
     request = FakeRequest("r", list(range(256)), hash_tokens=layout.hash_block_size)
     assert len({layout.key(part, 0, request, b"") for part in range(6)}) == 6, "each part has a key of its own"

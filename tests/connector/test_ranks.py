@@ -6,10 +6,23 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
-from kvoffload.abc import ConfigError
-from kvoffload.connector.ranks import Gather, KVShare, LayerPages, Ranks, check_settings, count_pools, count_replicas
+from kvoffload.abc import ConfigError, KVGroup, PageGroup
+from kvoffload.connector.ranks import (
+    CanonicalRows,
+    Gather,
+    KVShare,
+    LayerPages,
+    PageRun,
+    Ranks,
+    check_settings,
+    count_pools,
+    count_replicas,
+    join,
+    place,
+)
 
 
 class Group:
@@ -154,3 +167,55 @@ def test_a_setting_that_differs_between_nodes_is_named() -> None:
         ConfigError, match=r"block_size_factor=\[2\] on rank 1, but \[1\] on rank 0: .*kv-transfer-config"
     ):
         check_settings([same, other])
+
+
+# The canonical layout. The bytes are compared in the model engine.
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        [PageRun(0, 0, 50)],
+        [PageRun(0, 0, 60), PageRun(50, 60, 40)],
+        [PageRun(0, 0, 50), PageRun(60, 60, 40)],
+        [PageRun(0, 101, 100)],
+        [PageRun(0, -1, 100)],
+        [],
+    ],
+)
+def test_runs_that_are_not_the_bytes_of_a_page_are_refused(runs: list[PageRun]) -> None:
+    group = PageGroup([np.zeros((5, 100), np.uint8)])
+    assert place(group, [[PageRun(0, 100, 100)]], [200], 0, 200).offsets == (100,)
+    with pytest.raises(ValueError, match="bytes"):
+        place(group, [runs], [200], 0, 200)
+
+
+def test_every_rank_hears_the_same_reason() -> None:
+    def reason(shares: list[KVShare]) -> str:
+        answers = {join(shares, [KVGroup(16, 2)], rank, 2) for rank in range(len(shares))}
+        (answer,) = answers
+        assert isinstance(answer, str)
+        return answer
+
+    good = [KVShare(1, (), canonical=((LayerPages(f"layer{i // 2}", 384, "pages"),),)) for i in range(4)]
+    assert isinstance(join(good, [KVGroup(16, 2)], 3, 2), CanonicalRows)
+    said = KVShare(1, (), canonical="layers with states have none")
+    assert reason([*good[:3], said]) == "layers with states have none"
+    elsewhere = KVShare(1, (), node="other", canonical=good[3].canonical)
+    assert "several nodes" in reason([*good[:3], elsewhere])
+    assert "different layers" in reason([good[0], good[3], *good[2:]])
+    assert "same name" in reason([*good[:2], *good[:2]])
+
+
+def test_groups_whose_blocks_would_be_divided_have_none() -> None:
+    small, large = (
+        tuple(LayerPages(f"{name}{i}", size, "pages") for i in range(2))
+        for name, size in (("small", 1 << 10), ("large", 1 << 16))
+    )
+    share = KVShare(1, (), canonical=(small, large))
+    groups = [KVGroup(16), KVGroup(16)]
+    answer = join([share], groups, 0, 1)
+    assert isinstance(answer, str)
+    assert "different sizes" in answer
+    alike = KVShare(1, (), canonical=(large, (LayerPages("x", 1 << 17, ""),)))
+    assert isinstance(join([alike], groups, 0, 1), CanonicalRows)

@@ -35,11 +35,7 @@ def test_a_worker_that_finds_changed_weights_has_all_blocks_forgotten_once(caplo
 
 def go_on(rig: Rig, name: str, tokens: list[int], found: list[int], new: list[int]) -> StepMeta:
     """A request that finds blocks in the engine's own cache and computes the rest."""
-    request = FakeRequest(name, tokens)
-    rig.look_up(request, len(found) * TOKENS)
-    rig.allocate(request, [*found, *new])
-    request.num_computed_tokens = len(found) * TOKENS
-    return rig.step({request: len(tokens) - request.num_computed_tokens}, new={name: [*found, *new]})
+    return rig.start(FakeRequest(name, tokens), [*found, *new], computed=len(found) * TOKENS)
 
 
 def test_after_a_reset_nothing_is_stored_that_follows_old_blocks_of_the_engines_cache() -> None:

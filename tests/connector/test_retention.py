@@ -107,10 +107,7 @@ class Server:
         return self.manager.host.table.states(keys) if tier == "host" else self.disk.contains(keys)
 
     def charged(self) -> dict[str, list[int]]:
-        return {
-            "host": self.manager.host.retention.num_charged,
-            "disk": self.disk.catalog.retention.num_charged,
-        }
+        return {"host": self.manager.host.retention.num_charged, "disk": self.disk.catalog.retention.num_charged}
 
     def check(self) -> None:
         self.manager.check_integrity()
@@ -161,59 +158,6 @@ def test_what_a_session_has_in_several_tiers_ends_together(server: Server) -> No
     assert server.charged() == {"host": [8, 0, 0], "disk": [10, 0, 0]}
     server.serve(server.keys("a", 1, 8), retain(2, 0.0))
     assert server.charged() == {"host": [0, 0, 0], "disk": [0, 0, 0]}
-
-
-def test_the_disk_counts_what_it_has_moved_and_held_for_each_tenant(server: Server) -> None:
-    for name in NAMES:
-        server.serve(server.keys(name, 1, 6))
-        server.settle()
-        server.serve(server.keys(name, 1, 6), retain(3))
-        server.flood(name, is_written=True)
-    counts = dict(server.manager.take_counts())
-    moved = {name: counts[f"tenant_moved_bytes:{name},disk"] for name in NAMES}
-    assert sum(moved.values()) == counts["tier_write_bytes:disk"] + counts.get("tier_read_bytes:disk", 0)
-    assert min(moved.values()) > 0
-    server.manager._clock = server.disk.catalog.retention._clock = lambda: time.monotonic() + 3500
-    later = server.manager.take_counts()
-    held = {name: counts[f"tenant_blocks:{name},disk"] * 3500 * server.disk.block_bytes for name in NAMES}
-    assert {name: later[f"tenant_byte_seconds:{name},disk"] for name in NAMES} == pytest.approx(held, rel=0.1)
-    retained = later["tenant_retained_byte_seconds:b,disk"] / server.disk.block_bytes
-    assert retained == pytest.approx(6 * 3500, rel=0.1)
-    assert later["tenant_retained_byte_seconds:other,disk"] == 0
-
-
-def test_what_is_not_written_yet_survives_a_flood_before_it_is(server: Server) -> None:
-    """The disk takes on nothing during the flood."""
-    keys, write = server.keys("b", 1, 4), server.disk.write
-    server.disk.write = lambda keys, slots: []  # type: ignore[method-assign]
-    assert server.serve(keys, retain(4)) == Retained(None, "disk", 4)
-    assert server.serve(server.keys("b", 2, 10), retain(5)) == Retained(RetainRefusal.NOT_WRITTEN)
-    for _ in range(3):
-        server.flood("b", times=2)
-    assert server.manager.host.lookup(keys) == 4
-    server.disk.write = write  # type: ignore[method-assign]
-    server.serve(keys)
-    server.settle()
-    assert server.on_disk(keys) == 4
-    assert not server.manager._unwritten.slots
-    server.check()
-
-
-def test_a_restart_keeps_what_the_disk_retains(server: Server) -> None:
-    kept, others = server.keys("b", 1, 6), server.keys("b", 2, 6)
-    for keys in (kept, kept[:4]):
-        server.serve(keys)
-        server.settle()
-    assert server.serve(kept, retain(4)) == Retained(None, "disk", 6)
-    server.serve(others)
-    server.settle()
-    for _ in range(2):
-        server.restart()
-        for name in NAMES:
-            server.flood(name, is_written=True)
-        assert server.on_disk(kept) == 6
-        assert server.on_disk(others) == 2
-        server.check()
 
 
 def leading(flags: Iterable[bool]) -> int:

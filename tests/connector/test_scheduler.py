@@ -83,7 +83,7 @@ def test_what_answers_instead_does_not_raise_either(monkeypatch: pytest.MonkeyPa
 
     for method in ("prepare_load", "release_request", "poll"):
         monkeypatch.setattr(rig.manager, method, broken)
-    rig.half.engine = replace(rig.half.engine, engine_options=broken)  # type: ignore[arg-type]
+    rig.half.queued.engine = replace(rig.half.queued.engine, engine_options=broken)  # type: ignore[arg-type]
     rig.allocate(request, [50, 51], 8)
     rig.half.update_state_after_alloc(unknown, Unreadable(), 8)  # type: ignore[arg-type]
     assert rig.half.off

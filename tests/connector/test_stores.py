@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies.lru import LRUPolicy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.connector.messages import StepMeta
+from kvoffload.connector.stores import DueList
 from tests.connector.group_rig import GroupRig
 from tests.connector.rig import (
     REMOTE_DECODE,
@@ -27,15 +28,16 @@ from tests.connector.rig import (
     prompt,
     start_together,
 )
+from tests.connector.test_engine_model import exact_ends, silent_updates
+from tests.scale import scaled
+from tests.sim.engine import ModelEngine, Scenario
 
 
 def test_a_chain_stored_in_parts_loses_its_tail_before_its_head() -> None:
     rig = Rig(num_host_blocks=5)
     rig.store(prompt(4), "short")
     request = FakeRequest("r", prompt(16))
-    rig.look_up(request)
-    rig.allocate(request, [2, 3, 4, 5])
-    jobs = [*rig.step({request: 8}, new={"r": [2, 3, 4, 5]}).stores]
+    jobs = [*rig.start(request, [2, 3, 4, 5], num_tokens=8).stores]
     for _ in range(2):
         jobs += rig.step({request: 4}).stores
     rig.report(*jobs)
@@ -55,9 +57,7 @@ def test_a_chain_stored_in_parts_loses_its_tail_before_its_head() -> None:
 def test_whole_blocks_of_known_and_computed_tokens_are_stored(known: int, scheduled: int, stored: int) -> None:
     rig = Rig()
     request = FakeRequest("r", prompt(known))
-    rig.look_up(request)
-    rig.allocate(request, [1, 2, 3, 4])
-    meta = rig.step({request: scheduled}, new={"r": [1, 2, 3, 4]})
+    meta = rig.start(request, [1, 2, 3, 4], num_tokens=scheduled)
     assert [b for spec in meta.stores.values() for b in device_ids(spec)] == [1, 2, 3, 4][:stored]
     assert rig.status(prompt(known))[:stored] == [-1] * stored
 
@@ -65,9 +65,7 @@ def test_whole_blocks_of_known_and_computed_tokens_are_stored(known: int, schedu
 def test_the_last_whole_block_is_stored_when_the_request_finishes() -> None:
     rig = Rig()
     request = FakeRequest("r", prompt(3))
-    rig.look_up(request)
-    rig.allocate(request, [1])
-    rig.step({request: 3}, new={"r": [1]})
+    rig.start(request, [1], num_tokens=3)
     rig.step({request: 1})
     request.tokens.append(99)
     assert rig.half.request_finished(request, [1]) == (False, None)
@@ -157,16 +155,12 @@ def test_nothing_is_stored_behind_a_refused_block_and_the_policy_learns_of_it(pr
     rig = Rig(manager=PolicyOffloadingManager(HostBackend(TOKENS, 8), policy))
     rig.store(prompt(32, start=500))
     request, ids = FakeRequest("r", prompt(24)), rig.new_blocks(6)
-    rig.look_up(request)
-    rig.allocate(request, ids)
-    rig.report(*rig.step({request: 12}, new={"r": ids}).stores)
+    rig.report(*rig.start(request, ids, num_tokens=12).stores)
     assert rig.status(prompt(24)) == [0, None, None, None, None, None]
     if preempted:
         rig.step(preempted=["r"])
         request.num_computed_tokens = 0
-        rig.look_up(request)
-        rig.allocate(request, ids)
-        rig.step({request: 12}, new={"r": ids})
+        rig.start(request, ids, num_tokens=12)
     assert not rig.step({request: 12}).stores
     assert rig.status(prompt(24)) == [0, None, None, None, None, None]
     behind = [rig.keys(prompt(24))[i] for i in (2, 1, 5, 4, 3)]  # of either part, its tail first
@@ -246,40 +240,6 @@ def test_a_manager_that_answers_with_other_blocks_switches_offloading_off(
 # Blocks that decoding completes in neighbouring steps.
 
 
-def decode_one_by_one(factor: int, num_requests: int = 8) -> tuple[dict[str, int], list[int]]:
-    """Requests complete a block of ``factor`` device blocks one step after another. Returns after how many more steps
-    the block of each was stored, and the number of blocks per job."""
-    rig = Rig(num_host_blocks=64, factor=factor)
-    size = factor * TOKENS
-    requests = [FakeRequest(f"r{i}", prompt(size - 1 - i, start=1000 * i)) for i in range(num_requests)]
-    waited, blocks_per_job = {}, []
-    names = {}
-    tables = {}
-    for request in requests:
-        tables[request.request_id] = rig.new_blocks(factor)
-        names[tables[request.request_id][0]] = request.request_id
-        rig.look_up(request)
-        rig.allocate(request, tables[request.request_id])
-    assert not rig.step({request: request.num_tokens for request in requests}, new=tables).stores
-    for step in range(num_requests + 16):
-        for request in requests:
-            request.tokens.append(step)
-        for spec in rig.step(dict.fromkeys(requests, 1)).stores.values():
-            firsts = device_ids(spec)[::factor]
-            blocks_per_job.append(len(firsts))
-            for name in (names[first] for first in firsts):
-                assert name not in waited
-                waited[name] = step - int(name[1:])
-    return waited, blocks_per_job
-
-
-def test_one_job_stores_what_decoding_completes_in_neighbouring_steps() -> None:
-    waited, blocks_per_job = decode_one_by_one(factor=16)
-    assert len(waited) == 8
-    assert all(0 <= steps < 8 for steps in waited.values())
-    assert len(blocks_per_job) <= 3
-
-
 @pytest.mark.parametrize(("window", "late"), [(None, True), (64, False)])
 def test_blocks_of_a_window_do_not_wait_for_others(window: int | None, late: bool) -> None:
     rig = GroupRig((KVGroup(64), KVGroup(64, sliding_window=window)) if window else (KVGroup(64),))
@@ -306,3 +266,116 @@ def test_a_block_that_waits_for_others_is_stored_when_its_request_ends() -> None
         assert not rig.step(request, 1).stores
     rig.half.request_finished(request)
     assert len(rig.step(rig.request(0), 0).stores) == 1
+
+
+# The list of requests that may complete a block: it never misses one, and looks at few.
+
+
+class OneTokenLate(DueList):
+    def add(self, req_id: str, tokens: int) -> None:
+        super().add(req_id, tokens + 1)
+
+
+def test_a_decoding_request_is_looked_at_once_per_block() -> None:
+    due_list = DueList()
+    for i in range(16):
+        due_list.add(f"r{i}", i + 1)
+    scheduled = dict.fromkeys((f"r{i}" for i in range(16)), 1)
+    for _ in range(64):
+        (req_id,) = due_list.take(scheduled)
+        due_list.add(req_id, 16)
+
+
+def test_requests_that_become_due_in_neighbouring_steps_come_out_together() -> None:
+    due_list, together = DueList(together=8), 8
+    names = [f"r{i}" for i in range(2, 50)]
+    for tokens, name in enumerate(names, start=2):
+        due_list.add(name, tokens)
+    scheduled = dict.fromkeys(names, 1)
+    taken = {name: step for step in range(1, 80) for name in due_list.take(scheduled)}
+    assert taken.keys() == set(names)
+    assert len(set(taken.values())) == 7
+    assert all(tokens <= taken[name] < tokens + together for tokens, name in enumerate(names, start=2))
+
+
+def test_what_is_to_be_looked_at_in_the_next_step_does_not_wait_for_others() -> None:
+    due_list = DueList(together=8)
+    for _ in range(20):
+        due_list.add("r", 1)
+        assert due_list.take({"r": 1}) == ["r"]
+
+
+def test_a_removed_request_is_not_taken_and_each_is_in_it_once() -> None:
+    due_list = DueList()
+    due_list.add("a", 2)
+    due_list.add("b", 2)
+    due_list.add("a", 5)
+    due_list.remove("b")
+    due_list.remove("b")
+    assert len(due_list) == 1
+    assert due_list.take({"a": 4}) == []
+    assert due_list.take({"a": 1}) == ["a"]
+    due_list.add("c", 9)
+    due_list.clear()
+    assert due_list.take({"c": 16}) == []
+
+
+# In the model engine: a look at every request finds nothing that the list has missed.
+
+
+def look_at_all(engine: ModelEngine) -> None:
+    """After each step, every request that was not looked at is asked for blocks that are due."""
+    scheduler, stores = engine.scheduler, engine.scheduler.stores
+    store_running, due_of = stores.store_running, stores.due_of
+    looked_at: set[str] = set()
+
+    def note(state: Any, num_computed: int, num_before: int) -> Any:
+        looked_at.add(state.context.req_id)
+        return due_of(state, num_computed, num_before)
+
+    def compare(scheduled: Any, requests: Any) -> None:
+        looked_at.clear()
+        store_running(scheduled, requests)
+        for req_id, tokens in scheduled.items():
+            state = requests.get(req_id)
+            if state is not None and req_id not in looked_at:
+                before = state.request.num_computed_tokens
+                assert due_of(state, before + tokens, before) is None, f"{req_id} was missed"
+        assert not scheduler.off
+
+    stores.due_of = note  # type: ignore[method-assign]
+    stores.store_running = compare  # type: ignore[method-assign]
+
+
+def missed(engine: ModelEngine) -> bool:
+    """Whether the comparison has failed: its error switches offloading off, as any does."""
+    try:
+        engine.run()
+    except AssertionError:
+        return True
+    return engine.scheduler.off
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("scenario", [Scenario.random, silent_updates, exact_ends])
+def test_the_scheduler_half_misses_no_request(scenario: Callable[[int], Scenario]) -> None:
+    assert not any(missed(ModelEngine(scenario(seed), look_at_all)) for seed in range(scaled(20)))
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_missed_request_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvoffload.connector.stores.DueList", OneTokenLate)
+    assert any(missed(ModelEngine(Scenario.random(seed), look_at_all)) for seed in range(20))
+
+
+@pytest.mark.usefixtures("quiet")
+def test_blocks_that_are_stored_late_are_right_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole blocks of the small models wait, several at once. The engine compares the bytes of what is loaded."""
+    monkeypatch.setattr("kvoffload.connector.stores.TOGETHER_SHARE", 2.0)
+    stored = 0
+    for seed in range(scaled(20)):
+        engine = ModelEngine(Scenario.random(seed))
+        engine.run()
+        assert not engine.scheduler.off
+        stored += int(engine.scheduler.metrics.snapshot().get("store_blocks", 0))
+    assert stored > 0

@@ -189,10 +189,7 @@ def behind_a_session(drops_tokens: DropsTokens | None) -> dict[str, list[int]]:
     rig, stored = Rig(options={"drops_tokens": drops_tokens}), dict[str, list[int]]()
 
     def run(request: FakeRequest, ids: list[int], found: int = 0) -> None:
-        rig.look_up(request, found)
-        rig.allocate(request, ids)
-        request.num_computed_tokens = found
-        meta = rig.step({request: request.num_tokens - found}, new={request.request_id: ids})
+        meta = rig.start(request, ids, computed=found, num_tokens=request.num_tokens - found)
         stored[request.request_id] = [block for spec in meta.stores.values() for block in device_ids(spec)]
 
     run(FakeRequest("before", prompt(4)), [1])

@@ -21,10 +21,13 @@ from kvoffload.abc import (
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import HostBackend
+from kvoffload.connector import request as queue
+from kvoffload.connector.adapters import Adapter
 from kvoffload.connector.lookups import MAX_WAITS_PER_REQUEST
 from kvoffload.testing.tier_conformance import make_pools
 from kvoffload.tiering.health import MAX_FAILURES, PAUSE_S
 from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings
+from kvoffload.tiering.prefetch import QUEUED_S
 from tests.clock import Clock
 from tests.connector.rig import TOKENS, FakeRequest, Rig, make_half, prompt
 from tests.counting import lines_of
@@ -152,7 +155,7 @@ def test_events_are_described_by_any_request_that_waits() -> None:
     rig.half.request_finished(FakeRequest("r2", []))
     rig.manager.drop(rig.keys(prompt(8)), only_host=True)
     list(rig.half.take_events())
-    assert not len(rig.half.observer._coming)
+    assert not vars(rig.half.observer.descriptions)["_coming"]
 
 
 def test_an_event_costs_the_same_however_many_requests_wait() -> None:
@@ -307,9 +310,7 @@ def test_decoded_blocks_are_written_when_their_request_ends() -> None:
     rig.store(prompt(20))
     request = FakeRequest("r", prompt(18))
     ids = rig.new_blocks(7)
-    rig.look_up(request)
-    rig.allocate(request, ids)
-    rig.step({request: 18}, new={"r": ids})
+    rig.start(request, ids, num_tokens=18)
     for token in range(900, 908):
         request.tokens.append(token)
         rig.report(*rig.step({request: 1}).stores)
@@ -368,9 +369,7 @@ def test_the_manager_learns_how_fast_the_engine_computes() -> None:
     rig = TieredRig(num_host_blocks=64)
     request = FakeRequest("r", prompt(100))
     ids = rig.new_blocks(26)
-    rig.look_up(request)
-    rig.allocate(request, ids)
-    rig.step({request: 60}, new={"r": ids})
+    rig.start(request, ids, num_tokens=60)
     rig.clock.now += 1.0
     rig.step({request: 40})
     rig.clock.now += 0.5
@@ -408,3 +407,105 @@ def test_shutting_down_closes_the_tiers_even_when_offloading_is_off() -> None:
     rig.half.shutdown()
     assert rig.manager.tier.stats().used_bytes == 0
     rig.half.shutdown()
+
+
+# Requests in the engine's queue: what a lower tier holds of them is read before they are looked up.
+
+
+def tiered(num_prompts: int = 1) -> TieredRig:
+    rig = TieredRig(64)
+    for i in range(num_prompts):
+        rig.put_below(prompt(9, start=1000 * i))
+    return rig
+
+
+def steps(rig: TieredRig, n: int = 4) -> None:
+    for _ in range(n):
+        rig.clock.now += 0.01
+        rig.arrive()
+
+
+def test_what_a_queued_request_needs_is_in_the_host_when_it_is_looked_up() -> None:
+    rig = tiered()
+    request = FakeRequest("r", prompt(9))
+    rig.half.on_new_request(request)
+    steps(rig)
+    assert rig.look_up(request) == (8, True), "at once"
+    rig.load(request)
+    record, counts = rig.half.records[-1], rig.half.metrics.snapshot()
+    assert (record.host_tokens, record.disk_tokens) == (8, 0)
+    assert (counts["prefetched_blocks"], counts["prefetched_used_blocks"]) == (2, 2)
+    assert (
+        len(rig.half.queued.requests) == len(rig.manager.prefetcher.expected) == len(rig.manager.prefetcher.held) == 0
+    )
+
+
+def test_a_request_that_is_looked_up_at_once_is_not_read_ahead() -> None:
+    rig = tiered()
+    request = FakeRequest("r", prompt(9))
+    rig.half.on_new_request(request)
+    assert rig.look_up(request) == (None, False)
+    steps(rig)
+    assert rig.look_up(request) == (8, True)
+    rig.load(request)
+    assert rig.half.records[-1].disk_tokens == 8
+    assert "prefetched_blocks" not in rig.half.metrics.snapshot()
+
+
+@pytest.mark.parametrize("params", [{"load": False}, {"max_tokens": 3}])
+def test_what_a_request_may_not_load_is_not_read(params: dict[str, object]) -> None:
+    rig = tiered()
+    rig.half.on_new_request(FakeRequest("r", prompt(9), {"kvoffload": params}))
+    steps(rig)
+    assert "prefetched_blocks" not in rig.half.metrics.snapshot()
+
+
+def test_a_request_that_ends_in_the_queue_leaves_nothing() -> None:
+    rig = tiered(2)
+    ended, aborted = FakeRequest("r0", prompt(9)), FakeRequest("r1", prompt(9, start=1000))
+    rig.half.on_new_request(ended)
+    rig.half.request_finished(ended)
+    rig.half.on_new_request(aborted)
+    steps(rig)
+    rig.half.request_finished(aborted)
+    assert len(rig.half.queued.requests) == len(rig.half.requests) == len(rig.manager.prefetcher.expected) == 0
+    rig.clock.now += QUEUED_S + 1
+    steps(rig, 1)
+    assert not rig.manager.prefetcher.held
+    rig.manager.check_integrity()
+
+
+def test_a_name_that_is_used_again_stands_for_the_new_request() -> None:
+    rig = tiered()
+    for i in range(queue.NEW_PER_STEP - 1):
+        rig.half.on_new_request(FakeRequest(f"o{i}", prompt(9, start=1000 * i + 2000)))
+    ended, new = FakeRequest("r", prompt(9)), FakeRequest("r", prompt(9, start=500))
+    rig.half.on_new_request(ended)
+    rig.half.request_finished(ended)
+    rig.half.on_new_request(new)
+    steps(rig)
+    assert rig.look_up(new) == (0, False)
+    assert rig.half.requests["r"].request is new
+
+
+def test_the_queue_and_the_work_per_step_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue, "MAX_QUEUED", 10)
+    rig = tiered(10)
+    for i in range(100):
+        rig.half.on_new_request(FakeRequest(f"r{i}", prompt(9, start=1000 * i)))
+    assert len(rig.half.queued.requests) == 10
+    rig.step()
+    assert len(rig.manager.prefetcher.expected) == queue.NEW_PER_STEP
+    rig.half.switch_off("a test")
+    assert len(rig.half.queued.requests) == 0
+
+
+def test_without_tiers_and_with_adapters_nothing_is_noted() -> None:
+    rig = Rig()
+    rig.half.on_new_request(FakeRequest("r", prompt(9)))
+    assert len(rig.half.queued.requests) == 0
+    adapter = Adapter(1, b"1")
+    with_adapter = TieredRig(adapter_of=lambda request: adapter)
+    with_adapter.half.on_new_request(FakeRequest("r", prompt(9)))
+    with_adapter.step()
+    assert not with_adapter.manager.prefetcher.expected

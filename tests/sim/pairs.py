@@ -46,6 +46,7 @@ from tests.sim.content import EngineRequest
 from tests.sim.engine import ModelEngine
 from tests.sim.media import MEDIA
 from tests.sim.memory_tier import MemoryTier
+from tests.sim.planted import wrap
 from tests.sim.scenario import Scenario, add_states
 from tests.sim.servers import ServerLife, SharedMedium, SharingServer
 from tests.sim.storage import SimulatedStorage
@@ -340,9 +341,8 @@ class PairServer(SharingServer):
         is_exclusive = engine.policy_manager.history is not None and stores.leaving is not None
         assert is_exclusive == (self.row["contents"] == "exclusive"), "the row says otherwise"
         engine.on_end = self._ended
-        hand_over = stores.hand_over
 
-        def watched(state: RequestState) -> Handover | None:
+        def watched(hand_over: Callable[[RequestState], Handover | None], state: RequestState) -> Handover | None:
             answer = hand_over(state)
             if answer is not None:
                 keys = answer.keys(engine.scheduler.layout, state.blocks.keys)
@@ -350,10 +350,9 @@ class PairServer(SharingServer):
                 self._handed_over |= keys
             return answer
 
-        stores.hand_over = watched  # type: ignore[method-assign]
-        manager, retain = engine.scheduler.manager, engine.scheduler.manager.retain
-
-        def watched_retain(keys: Sequence[OffloadKey], req_context: ReqContext) -> Retained:
+        def watched_retain(
+            retain: Callable[..., Retained], keys: Sequence[OffloadKey], req_context: ReqContext
+        ) -> Retained:
             answer = retain(keys, req_context)
             hints = req_context.hints
             assert hints is not None
@@ -361,7 +360,8 @@ class PairServer(SharingServer):
             self._retained[hints.session] = keys if in_time else ()
             return answer
 
-        manager.retain = watched_retain  # type: ignore[method-assign]
+        wrap(stores, "hand_over", watched)
+        wrap(engine.scheduler.manager, "retain", watched_retain)
 
     def run(self, patch: Callable[[Any], None] | None = None) -> Counter[str]:
         """Serves all requests, and ends. Returns counts of what happened. Raises the error of a law that is broken."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import pytest
@@ -14,6 +15,11 @@ from tests.sim.simulation import run_each
 Bug: TypeAlias = Callable[[pytest.MonkeyPatch], type[SharedMedium]]
 """Plants a bug and returns the medium on which it shows."""
 Simulate: TypeAlias = Callable[[MakeMedium, int], Counter[str]]
+
+
+def wrap(target: Any, name: str, around: Callable[..., Any]) -> None:
+    """Replaces a method. ``around`` gets the method, and its arguments."""
+    setattr(target, name, partial(around, getattr(target, name)))
 
 
 def bugs(names: Iterable[Bug], slow: Collection[Bug]) -> list[Any]:

@@ -29,12 +29,7 @@ class Rank(ABC):
     pool."""
 
     def __init__(
-        self,
-        number: int,
-        host: ByteArray,
-        transfer: Transfer,
-        tick: Callable[[], None],
-        leader: Rank | None = None,
+        self, number: int, host: ByteArray, transfer: Transfer, tick: Callable[[], None], leader: Rank | None = None
     ) -> None:
         self.number = number
         self.host = host

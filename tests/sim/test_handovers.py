@@ -88,7 +88,7 @@ def a_wait_ignores_its_deadline(monkeypatch: pytest.MonkeyPatch) -> type[SharedM
     wait, until_handed_over = lookups._wait, lookup._until_handed_over
 
     def wait_for_good(of: lookups.Lookups, state: RequestState, computed: int) -> Match | None:
-        if state.handover is None or state.context.awaited is None or not state.context.awaited.keys:
+        if state.lookup.handover is None or state.context.awaited is None or not state.context.awaited.keys:
             return wait(of, state, computed)
         return Match(of.jobs.changes.loads, computed, None, None, math.inf)
 

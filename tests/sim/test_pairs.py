@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from kvoffload.abc import OffloadingEvent
 from kvoffload.connector import request
 from kvoffload.connector.adapters import variant
 from tests.scale import scaled
@@ -25,6 +24,7 @@ from tests.sim.pairs import (
     pairs_of,
     run_row,
 )
+from tests.sim.planted import wrap
 
 ROWS = covering_array()
 DEFAULTS = beside_the_default(0) + beside_the_default(1)
@@ -74,36 +74,25 @@ def adapters_share_keys(server: PairServer) -> None:
 
 
 def retains_twice_as_much(server: PairServer) -> None:
-    stores = server.engine.scheduler.stores
-    retain = stores.retain
-
-    def retain_more(state: Any) -> Any:
+    def retain_more(retain: Callable[[Any], Any], state: Any) -> Any:
         answer, tokens = retain(state)
         return answer, 2 * tokens
 
-    stores.retain = retain_more  # type: ignore[method-assign]
+    wrap(server.engine.scheduler.stores, "retain", retain_more)
 
 
 def the_last_tenant_takes_a_device_block(server: PairServer) -> None:
-    leaving = server.engine.scheduler.stores.leaving
-    if leaving is not None:
-        leaving.device._is_named = lambda first, held, left: first[0] == held[0]  # type: ignore[method-assign]
+    if (leaving := server.engine.scheduler.stores.leaving) is not None:
+        wrap(leaving.device, "_is_named", lambda is_named, first, held, left: first[0] == held[0])
 
 
 def events_leave_out_what_is_removed(server: PairServer) -> None:
-    scheduler = server.engine.scheduler
-    take = scheduler.take_events
-
-    def take_stored() -> list[OffloadingEvent]:
-        return [event for event in take() if not event.removed]
-
-    scheduler.take_events = take_stored  # type: ignore[method-assign]
+    wrap(server.engine.scheduler, "take_events", lambda take: [event for event in take() if not event.removed])
 
 
 def loads_are_not_billed(server: PairServer) -> None:
     observer = server.engine.scheduler.observer
-    copied = observer.copied
-    observer.copied = lambda jobs: copied([job for job in jobs if job.is_store])  # type: ignore[method-assign]
+    wrap(observer, "copied", lambda copied, jobs: copied([job for job in jobs if job.is_store]))
 
 
 @pytest.mark.parametrize(

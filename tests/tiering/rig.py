@@ -22,7 +22,7 @@ from kvoffload.abc import (
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import HostBackend
-from kvoffload.connector.hits import last_possible
+from kvoffload.connector.lookups import last_possible
 from kvoffload.testing.tier_conformance import make_pools
 from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings
 from tests.clock import Clock

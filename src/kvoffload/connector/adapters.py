@@ -42,15 +42,6 @@ CHECK_DEADLINE_S = 1.0
 """How long a load that has ended waits for the check of its adapter. After that it counts as failed."""
 
 
-class _Key(NamedTuple):
-    """What a digest is known for. A request for which the files are read again may compute with other bytes than one
-    that uses what is loaded."""
-
-    number: int
-    source: str
-    is_reread: bool
-
-
 class Adapter(NamedTuple):
     """What a request adds to the weights of the model."""
 
@@ -66,8 +57,10 @@ class Adapter(NamedTuple):
     """Where and how the engine reads it. Other bytes may be there later."""
 
     @property
-    def key(self) -> _Key:
-        return _Key(self.number, self.source, self.is_reread)
+    def key(self) -> Adapter:
+        """What its digest is known for. A request for which the files are read again may compute with other bytes than
+        one that uses what is loaded."""
+        return self._replace(handle=None, shapes_all=True)
 
 
 AdapterOf: TypeAlias = Callable[[Request], Adapter | None]
@@ -119,6 +112,7 @@ class _Question:
     """Digests of what workers have loaded, or dropped, under the adapter's number since it was asked."""
 
 
+@dataclass(eq=False)
 class AdapterDigests:
     """The scheduler half's digests of adapters, learned from the workers by questions that travel with steps.
 
@@ -126,28 +120,27 @@ class AdapterDigests:
     answer. When a question has had no answer for ``deadline_s``, no other request waits for it.
     """
 
-    def __init__(self, adapter_of: AdapterOf, jobs: JobTable, deadline_s: float, clock: Callable[[], float]) -> None:
-        self._adapter_of = adapter_of
-        self._jobs = jobs
-        self._deadline_s = deadline_s
-        self._clock = clock
-        self._known: OrderedDict[_Key, Digests] = OrderedDict()
-        self._asked: dict[_Key, _Question] = {}
-        """Questions that were not answered by all workers yet, the oldest first."""
-        self._unsent: dict[int, Adapter] = {}
-        self._num_questions = 0
+    adapter_of: AdapterOf
+    jobs: JobTable
+    deadline_s: float
+    clock: Callable[[], float]
+    _known: OrderedDict[Adapter, Digests] = field(default_factory=OrderedDict)
+    _asked: dict[Adapter, _Question] = field(default_factory=dict)
+    """Questions that were not answered by all workers yet, the oldest first."""
+    _unsent: dict[int, Adapter] = field(default_factory=dict)
+    _num_questions: int = 0
 
     def begin(self, request: Request) -> Adapter | None:
         """Returns the adapter of a new request. If the engine reads it again for the request, or it could not be read
         before, the workers will be asked again."""
-        adapter = self._adapter_of(request)
+        adapter = self.adapter_of(request)
         if adapter is not None and (adapter.is_reread or not self._known.get(adapter.key)):
             self._known.pop(adapter.key, None)
         return adapter
 
     def digests(self, adapter: Adapter) -> Digests | None:
         """Returns the digests of ``adapter``, or None if the workers have not answered yet."""
-        key, now = adapter.key, self._clock()
+        key, now = adapter.key, self.clock()
         known = self._known.get(key) if adapter.shapes_all else frozenset()
         if known is not None:
             return known
@@ -161,15 +154,15 @@ class AdapterDigests:
         return frozenset() if self._is_overdue(self._asked.get(key, oldest)) else None
 
     def _is_overdue(self, question: _Question) -> bool:
-        return self._clock() - question.asked_at >= self._deadline_s
+        return self.clock() - question.asked_at >= self.deadline_s
 
     def begin_step(self, meta: StepMeta, scheduled: Iterable[str], requests: Mapping[str, RequestState]) -> None:
         """Adds the new questions to the step, and the digests for which the keys of its requests stand."""
         meta.questions, self._unsent = self._unsent, {}
         for req_id in scheduled:
             state = requests.get(req_id)
-            if state is not None and state.adapter is not None and state.digests is not None:
-                meta.computes_with.setdefault(state.adapter.number, set()).add(state.digests)
+            if state is not None and state.adapter is not None and state.origin is not None:
+                meta.computes_with.setdefault(state.adapter.number, set()).add(state.origin)
 
     def take_report(self, report: WorkerReport, states: Iterable[RequestState]) -> Collection[Digests]:
         """Takes in what the workers say of adapters. Where one has changed under the same number, its requests among
@@ -178,12 +171,12 @@ class AdapterDigests:
         self._learn_from(report)
         if not report.adapters:
             return ()
-        stores = [job for job in self._jobs.jobs.values() if job.is_store]
-        states = [*states, *(state for job in stores for state in job.states)]
-        changed = {id(state): state for state in states if _has_changed(state, report)}
+        stores = [job for job in self.jobs.jobs.values() if job.is_store]
+        computed = [*states, *(state for job in stores for state in job.states)]
+        changed = {id(state): state for state in computed if _has_changed(state, report)}
+        origins = {state.origin for state in changed.values() if state.origin is not None}
         for job in stores:
             job.failed |= any(id(state) in changed for state in job.states)
-        origins = {state.digests for state in changed.values() if state.digests is not None}
         for state in changed.values():
             state.give_up()
         return origins
@@ -198,7 +191,7 @@ class AdapterDigests:
                     self._forget(key)
                     continue
             question.answers += report.answers.get(question.number, ())
-            if len(question.answers) >= self._jobs.num_workers:
+            if len(question.answers) >= self.jobs.num_workers:
                 answers = frozenset(question.answers)
                 self._forget(key)
                 if question.loaded <= answers:
@@ -209,22 +202,21 @@ class AdapterDigests:
             if not report.adapters.get(key.number, known) <= known:
                 self._forget(key)
 
-    def _forget(self, key: _Key) -> None:
+    def _forget(self, key: Adapter) -> None:
         """Forgets what is known or asked, and makes the requests that wait for it look again."""
         self._known.pop(key, None)
         question = self._asked.pop(key, None)
         if question is not None:
             self._unsent.pop(question.number, None)
-        self._jobs.changes.contents += 1
-        self._jobs.changes.loads += 1
+        self.jobs.changes.contents += 1
+        self.jobs.changes.loads += 1
 
 
 def _has_changed(state: RequestState, report: WorkerReport) -> bool:
-    """Whether a worker has computed, or may have computed, for this request with other bytes than those that its keys
-    stand for."""
-    if state.adapter is None or state.digests is None:
+    """Whether a worker has computed, or may have, for this request with other bytes than those in its keys."""
+    if state.adapter is None or state.origin is None:
         return False
-    return not report.adapters.get(state.adapter.number, set()) - {DROPPED} <= state.digests
+    return not report.adapters.get(state.adapter.number, set()) - {DROPPED} <= state.origin
 
 
 class AdapterChecks:
@@ -236,13 +228,8 @@ class AdapterChecks:
 
     def begin_step(self, questions: Mapping[int, Adapter], report: WorkerReport) -> None:
         """Reports what the engine has loaded, and passes the step's questions on."""
-
-        def ask(watch: AdapterWatch) -> None:
-            for question, adapter in questions.items():
-                watch.ask(question, adapter)
-
         self._note(report)
-        self.use(ask)
+        self.use(lambda watch: [watch.ask(*each) for each in questions.items()])  # type: ignore[func-returns-value]
         if self.watch is None:
             report.answers.update({question: [UNREADABLE] for question in questions})
 
@@ -275,27 +262,18 @@ class AdapterChecks:
                 self.watch = None
         return None
 
+    def begin_check(self, need: AdapterNeed) -> Callable[[], bool | None]:
+        """Begins to find out whether the request of a load will compute with the bytes with which its blocks were
+        computed. Returns a function that says so; it returns None while that is not known."""
+        result, until = self.use(lambda watch: watch.check(need)), time.monotonic() + CHECK_DEADLINE_S
 
-@dataclass(slots=True)
-class AdapterCheck:
-    """Whether the request of a load will compute with the bytes with which its blocks were computed."""
+        def has_passed() -> bool | None:
+            if self.watch is None or result is None:
+                return False
+            if not result.done():
+                return None if time.monotonic() < until else False
+            # It may have been loaded during the check.
+            known = {DROPPED, *need.digests}
+            return result.result() and (need.is_reread or self.watch.digest(need.adapter) in known)
 
-    checks: AdapterChecks
-    need: AdapterNeed
-    result: Future[bool] | None = None
-    """Asked for when the load has ended."""
-    until: float = 0.0
-
-    def is_running(self) -> bool:
-        """Begins the check, and returns whether it is in progress."""
-        if self.result is None:
-            self.result = self.checks.use(lambda watch: watch.check(self.need))
-            self.until = time.monotonic() + CHECK_DEADLINE_S
-        return self.result is not None and not self.result.done() and time.monotonic() < self.until
-
-    def has_passed(self) -> bool:
-        watch, result = self.checks.watch, self.result
-        if watch is None or result is None or not (result.done() and result.result()):
-            return False
-        # It may have been loaded during the check.
-        return self.need.is_reread or watch.digest(self.need.adapter) in {DROPPED, *self.need.digests}
+        return has_passed

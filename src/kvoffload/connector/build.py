@@ -111,11 +111,14 @@ def _make_manager(
         if threshold is None:
             return None
         tier_blocks = sum(entry.capacity_bytes or 0 for entry in entries) // (pools.block_bytes * engine.engines)
-        num_blocks = pools.num_blocks + tier_blocks
-        if shares is None:
-            return ReuseFilter(threshold, tracker_size(num_blocks), engine.parent_request)
-        size = tracker_size(num_blocks // len(shares.names))
-        return TenantAdmission(shares, lambda: ReuseFilter(threshold, size, engine.parent_request))
+        size = tracker_size((pools.num_blocks + tier_blocks) // (1 if shares is None else len(shares.names)))
+        make = partial(ReuseFilter, threshold, size, engine.parent_request)
+        return make() if shares is None else TenantAdmission(shares, make)
+
+    def settings(entry: TierConfig | None) -> TierSettings:
+        if entry is None:
+            return TierSettings()
+        return TierSettings(entry.lookup_deadline_ms, admission(entry.store_threshold, [entry]))
 
     if config.tenants:
         shares = tenants.shares(HOST, pools.num_blocks, pools.node_block_bytes, engine.engines)
@@ -139,21 +142,17 @@ def _make_manager(
             lookup_deadline_ms=config.lookup_deadline_ms,
             load_deadline_ms=config.load_deadline_ms,
             load_only_if_faster=config.load_only_if_faster,
-            tiers=[
-                TierSettings()
-                if entry is None
-                else TierSettings(entry.lookup_deadline_ms, admission(entry.store_threshold, [entry]))
-                for _, entry in tiers
-            ],
+            tiers=[settings(entry) for _, entry in tiers],
             tenants=tenants,
         ),
     )
 
 
-def _is_pool_array(pool: object) -> bool:
-    if not isinstance(pool, np.ndarray) or pool.dtype != np.uint8 or pool.ndim != 2:
-        return False
-    return pool.size > 0 and pool.flags.writeable and pool.flags.c_contiguous
+def _is_pool(pool: object) -> bool:
+    if not isinstance(pool, np.ndarray):
+        return isinstance(pool, PoolHandle)
+    is_array_of_slots = pool.dtype == np.uint8 and pool.ndim == 2 and pool.size > 0
+    return is_array_of_slots and pool.flags.writeable and pool.flags.c_contiguous
 
 
 class _HostPools:
@@ -165,7 +164,7 @@ class _HostPools:
                 "pools must be a list that is not empty: pass the bytes or the handle of one pool per rank"
             )
         for pool in pools:
-            if not isinstance(pool, PoolHandle) and not _is_pool_array(pool):
+            if not _is_pool(pool):
                 raise ConfigError(
                     f"pools has a {type(pool).__name__}: pass HostPool.data, writable bytes of shape (num_blocks, "
                     "slot_bytes) with a block at least, or HostPool.handle() of a pool in another process"
@@ -189,11 +188,10 @@ class _HostPools:
         """Bytes of one block in each pool."""
         self.block_bytes: int = sum(self.slot_bytes)
         """Bytes of one block on all ranks."""
-        places = [None if handle is None else handle.place for handle in self.handles]
-        self._by_node = {
-            place: [shape for shape, where in zip(shapes, places, strict=True) if where == place] for place in places
-        }
+        self._by_node: dict[object, list[tuple[int, int]]] = {}
         """The shapes of the pools of each node."""
+        for handle, shape in zip(self.handles, shapes, strict=True):
+            self._by_node.setdefault(None if handle is None else handle.place, []).append(shape)
         self.node_block_bytes = max(sum(slot_bytes for _, slot_bytes in node) for node in self._by_node.values())
         """Bytes of one block on the ranks of one node, at most."""
 
@@ -214,9 +212,8 @@ class _HostPools:
             if group.block_size_factor != factor:
                 raise ConfigError(
                     fault=f"KVGroup(block_size_factor={group.block_size_factor}): the configuration says {factor}",
-                    fix="make the group with "
-                    f"block_size_factor=config.factor({group.device_block_size}), or 1 if it has a "
-                    "state",
+                    fix=f"make the group with block_size_factor=config.factor({group.device_block_size}), or 1 if it "
+                    "has a state",
                 )
 
     def context(self, fingerprint: str, policy: str) -> TierContext:
@@ -236,7 +233,7 @@ class _HostPools:
 
     def device_tokens(self, device_blocks: int) -> int:
         """Returns how many tokens have all their KV in ``device_blocks`` blocks of the device."""
-        groups, align = self.layout.engine_groups, self.layout.device_align
+        groups, align = self.engine.groups, self.layout.device_align
         # States come on top, unless there is nothing else.
         sizes = [group.device_block_size for group in groups if not group.state]
         return device_blocks * align // (sum(align // size for size in sizes) or len(groups))
@@ -245,11 +242,11 @@ class _HostPools:
         """Describes the pools for the log: "8 GiB = 65,536 tokens, 4.1x the device cache", or "8 GiB = 65,536 tokens
         beyond the device's 16,000"."""
         tokens = self.layout.chains.tokens(self.num_blocks)
-        text = format_bytes(self.num_blocks * self.block_bytes)
-        if self.num_workers > len(self._pools):
-            text += f" in {len(self._pools)} pool{'s' * (len(self._pools) > 1)} for {self.num_workers} ranks"
-        elif len(self._pools) > 1:
-            text += f" on {len(self._pools)} ranks"
+        text, num_pools = format_bytes(self.num_blocks * self.block_bytes), len(self._pools)
+        if self.num_workers > num_pools:
+            text += f" in {num_pools} pool{'s' * (num_pools > 1)} for {self.num_workers} ranks"
+        elif num_pools > 1:
+            text += f" on {num_pools} ranks"
         if len(self._by_node) > 1:
             text += f" of {len(self._by_node)} nodes"
         if self.engine.engines > 1:
@@ -298,7 +295,7 @@ def _make_recorder(config: OffloadConfig, pools: _HostPools, contents: HostConte
         "policy": config.policy,
         "host_contents": contents,
         "store_threshold": config.store_threshold,
-        "groups": len(pools.layout.engine_groups),
+        "groups": len(engine.groups),
     }
     logger.info("kvoffload: all requests are recorded in the trace %s", path)
     return TraceRecorder(str(path), block_tokens, header)

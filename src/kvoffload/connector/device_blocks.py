@@ -34,7 +34,6 @@ class DeviceBlocks:
 
     def __init__(self, keeps_states: bool = False) -> None:
         self._held = np.empty(0, dtype=object)
-        """By device block."""
         self._states = np.empty(0, dtype=object) if keeps_states else None
         """A request that has, or had, what is in each device block."""
         self._is_early = bytearray()
@@ -48,13 +47,12 @@ class DeviceBlocks:
         return key in self._latest
 
     def __len__(self) -> int:
-        """Blocks on the device."""
         return len(self._latest)
 
     def hold(self, state: RequestState, blocks: Iterable[Block]) -> list[OffloadKey]:
         """Notes that the device holds these blocks of a request. Returns those that were in the same device blocks. If
         a device block has the same tokens for another tenant, it holds the block for both."""
-        all_held, latest, namespace, number = self._held, self._latest, state.blocks.namespace, state.number
+        all_held, latest, namespace, number = self._held, self._latest, state.blocks.namespace, state.observed.number
         left: list[OffloadKey] = []
         for _, ordinal, key, _, (at,) in blocks:
             if at >= len(all_held):
@@ -126,16 +124,12 @@ class DeviceBlocks:
         all_held, is_early, size = self._held, self._is_early, len(self._held)
         return sum(at < size and is_early[at] != EARLY and all_held[at] is not None for at in device_blocks)
 
-    def refuse(self, device_blocks: Iterable[int]) -> None:
-        """Notes that what these device blocks hold was not worth its room. When it leaves, that may have changed."""
-        for at in device_blocks:
-            self._is_early[at] = REFUSED
-
-    def forget_early(self, device_blocks: Iterable[int]) -> None:
-        """Makes ``soon`` return once more what these device blocks hold."""
+    def forget_early(self, device_blocks: Iterable[int], mark: int = 0) -> None:
+        """Makes ``soon`` return once more what these device blocks hold; not with the mark REFUSED, if it was not worth
+        its room: when it leaves, that may have changed."""
         for at in device_blocks:
             if at < len(self._is_early):
-                self._is_early[at] = 0
+                self._is_early[at] = mark
 
     def soon(self, device_blocks: Iterable[int], most: int) -> list[HeldBlock]:
         """Returns the blocks that would leave if these device blocks were handed out, in this order, without those that
@@ -157,8 +151,8 @@ class DeviceBlocks:
 
     def get(self, keys: Iterable[OffloadKey]) -> list[HeldBlock]:
         """Returns those of the blocks that the device holds."""
-        places = ((key, self._latest.get(key)) for key in keys)
-        return [held for key, at in places if at is not None for held in self._names(at) if held[0] == key]
+        places = ((key, self._latest[key]) for key in keys if key in self._latest)
+        return [held for key, at in places for held in self._names(at) if held[0] == key]
 
     def state_of(self, device_block: int) -> RequestState | None:
         """Returns a request that has, or had, what this device block holds or has just held."""
@@ -166,11 +160,9 @@ class DeviceBlocks:
 
     def having(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Returns those of ``keys`` that the device holds."""
-        latest = self._latest
-        return [key for key in keys if key in latest]
+        return [key for key in keys if key in self._latest]
 
     def clear(self) -> list[OffloadKey]:
-        """Removes and returns everything."""
         held = list(self._latest)
         self._held.fill(None)
         if self._states is not None:

@@ -1,10 +1,11 @@
-"""EngineSpec: what an engine says of itself to the scheduler half."""
+"""What an engine says of itself to the scheduler half, and what keeps errors from it."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from kvoffload.abc import ConfigError, Following, KVGroup
 from kvoffload.config import LARGE_BLOCKS, OTHER_LAYERS
@@ -15,6 +16,7 @@ from kvoffload.connector.parts import Parts
 
 TraceHeaders: TypeAlias = Callable[[Any], Mapping[str, str] | None]
 """Returns a request's headers with its OpenTelemetry trace, or None."""
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +51,9 @@ class EngineSpec:
     engines: int = 1
     """Engines that share the budgets of this node."""
     keeps_blocks: bool = False
-    """Whether the engine itself finds a whole block of known tokens until its device block is handed out again, and
-    until then changes it only if it takes tokens back or the caches are reset. Then host memory need not repeat what
-    the device holds."""
+    """Whether the engine finds a whole block of known tokens until its device block is handed out again, and changes it
+    before that only if it takes tokens back or caches are reset. Then host memory need not repeat what the device
+    holds."""
     next_free: Callable[[int], Iterable[int]] | None = None
     """Returns up to n device blocks, those that will be handed out next first. What they hold is stored early, so that
     no step waits for it."""
@@ -75,7 +77,13 @@ class EngineSpec:
     """The groups, or their parts, and how their blocks are named."""
 
     def __post_init__(self) -> None:
-        self._check_groups()
+        groups, parts = self.groups, self.parts
+        if not isinstance(groups, Sequence) or not all(isinstance(group, KVGroup) for group in groups):
+            raise ConfigError("groups", groups, "", "pass a list with one KVGroup per KV cache group of the engine")
+        if parts is not None and not isinstance(parts, Parts):
+            raise ConfigError("parts", parts, "pass plan_parts(...).parts", "or leave it out")
+        if parts is not None and len(parts.counts) != len(groups):
+            raise ConfigError("parts", parts, f"must have one count for each of the {len(groups)} groups")
         for name in ("hash_block_size", "device_blocks", "num_workers"):
             if getattr(self, name) is not None:
                 self._check_number(name)
@@ -105,7 +113,7 @@ class EngineSpec:
         if self.adapter_of is not None:
             return "the engine serves adapters"
         layout = self.layout
-        if max(layout.factors) > 1:
+        if any(group.block_size_factor > 1 for group in layout.groups):
             return LARGE_BLOCKS
         if layout.windows or layout.states:
             return OTHER_LAYERS
@@ -113,16 +121,26 @@ class EngineSpec:
             return "the KV of a drafter depends on later tokens"
         return "blocks are stored in parts" if layout.parts.is_divided else None
 
-    def _check_groups(self) -> None:
-        groups, parts = self.groups, self.parts
-        if not isinstance(groups, Sequence) or not all(isinstance(group, KVGroup) for group in groups):
-            raise ConfigError("groups", groups, "", "pass a list with one KVGroup per KV cache group of the engine")
-        if parts is not None and not isinstance(parts, Parts):
-            raise ConfigError("parts", parts, "pass plan_parts(...).parts", "or leave it out")
-        if parts is not None and len(parts.counts) != len(groups):
-            raise ConfigError("parts", parts, f"must have one count for each of the {len(groups)} groups")
-
     def _check_number(self, name: str) -> None:
         value = getattr(self, name)
         if type(value) is not int or value < 1:
             raise ConfigError(name, value, "must be a whole number, at least 1")
+
+
+def guarded(fallback: Callable[..., Any]) -> Callable[[Method], Method]:
+    """Nothing raises into the engine: an unexpected error calls the object's ``switch_off``, and while it is ``off``
+    ``fallback`` answers instead. It must not raise, so it asks neither manager nor engine for anything."""
+
+    def decorate(method: Method) -> Method:
+        @functools.wraps(method)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self.off:
+                try:
+                    return method(self, *args, **kwargs)
+                except Exception:
+                    self.switch_off(method.__name__)
+            return fallback(self, *args, **kwargs)
+
+        return call  # type: ignore[return-value]
+
+    return decorate

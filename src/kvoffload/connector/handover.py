@@ -45,11 +45,6 @@ class Handover:
         """Returns the options of a request to the server that goes on."""
         return {"handover": {**asdict(self), "places": dict(self.places)}}
 
-    @classmethod
-    def from_option(cls, value: Mapping[str, Any]) -> Handover:
-        """Reads what ``is_handover`` accepts."""
-        return cls(**value)
-
     def keys(self, layout: KeyLayout, keys: Sequence[Sequence[OffloadKey]]) -> frozenset[OffloadKey] | None:
         """Returns those of a request's ``keys``, by group, that it is about: what a request needs to continue behind
         its tokens. None if the request has other tokens, or this server gives blocks other names."""
@@ -58,22 +53,17 @@ class Handover:
         return frozenset(layout.needed_keys(keys, self.tokens))
 
 
-FIELDS = tuple(Handover.__dataclass_fields__)
-
-
 def is_handover(value: object) -> bool:
     """Returns whether ``value``, which may be anything, describes a hand-over."""
-    if not isinstance(value, Mapping) or value.keys() != {*FIELDS}:
+    if not isinstance(value, Mapping) or value.keys() != Handover.__dataclass_fields__.keys():
         return False
-    tokens, name, places, server = (value[field] for field in FIELDS)
+    tokens, places = value["tokens"], value["places"]
+    if type(tokens) is not int or not isinstance(places, Mapping):
+        return False
+    texts = [(value["name"], NAME_CHARS), (value["server"], SERVER_CHARS)]
     return (
-        type(tokens) is int
-        and 0 < tokens <= MAX_HANDED_TOKENS
-        and type(name) is str
-        and len(name) == NAME_CHARS
-        and type(server) is str
-        and len(server) == SERVER_CHARS
-        and isinstance(places, Mapping)
+        0 < tokens <= MAX_HANDED_TOKENS
+        and all(type(text) is str and len(text) == length for text, length in texts)
         and len(places) <= MAX_PLACES
         and all(type(text) is str and len(text) <= MAX_PLACE_CHARS for item in places.items() for text in item)
     )
@@ -102,9 +92,8 @@ class Patience:
         """By server, the one that was noted first, first."""
 
     def wait_s(self, server: str, deadline_s: float) -> float:
-        num_misses = self._num_misses.get(server, 0)
-        is_patient = num_misses < MISSES_IN_A_ROW or num_misses % PATIENT_AGAIN == 0
-        return deadline_s if is_patient else deadline_s * IMPATIENT_SHARE
+        is_asked_again = self._num_misses.get(server, 0) % PATIENT_AGAIN == 0
+        return deadline_s if is_asked_again or not self.is_lost(server) else deadline_s * IMPATIENT_SHARE
 
     def is_lost(self, server: str) -> bool:
         return self._num_misses.get(server, 0) >= MISSES_IN_A_ROW

@@ -1,12 +1,13 @@
-"""Jobs: loads and stores in progress, how stores are made and end, and requests held until their stores end."""
+"""Jobs: loads and stores in progress, how stores are made and end, and what the next step begins."""
 
 from __future__ import annotations
 
 import itertools
 import time
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -28,9 +29,9 @@ if TYPE_CHECKING:
     from kvoffload.connector.observer import RequestObserver
 
 JOB_IDS = itertools.count()
-"""Numbers of jobs, shared by all scheduler halves of this process: none takes another's report for that of its own
-job."""
-STORE_FAILED = "kvoffload: a store failed, or came too late for its blocks, and was dropped"
+"""Numbers of jobs, shared by all scheduler halves of this process: none takes another's report for that of its job."""
+DescribedBlocks: TypeAlias = list[tuple[RequestState | None, Block]]
+"""Blocks that a store copies, each with a request that can describe it."""
 NO_ROOM = "kvoffload: no room in the host pool, every block is in use; stores wait"
 
 
@@ -40,11 +41,10 @@ class Job:
 
     is_store: bool
     states: Sequence[RequestState]
-    """The requests for which it reads or fills device blocks: a load has one, a store of blocks that leave the device
-    none."""
+    """The requests whose device blocks it reads or fills: one for a load, none for a store of blocks that leave the
+    device."""
     lease: LoadStoreSpec
-    """The host slots that it reads or fills, as the manager handed them out. Those that a load in pieces has read are
-    given back."""
+    """The host slots that it reads or fills, as handed out. Those that a load in pieces has read are given back."""
     keys: Sequence[OffloadKey]
     """What it copies."""
     blocks: Sequence[tuple[RequestState, Block]] = ()
@@ -52,8 +52,7 @@ class Job:
     device_blocks: frozenset[int] = frozenset()
     """What a store reads."""
     blocks_of: Mapping[int, int] = field(default_factory=dict)
-    """How many blocks a store copies for each request, by ``RequestState.number``, in the group that records count. The
-    requests may have ended."""
+    """How many blocks of ``KeyLayout.traced`` a store copies for each request, by ``ObservedRequest.number``."""
     began: int = field(default_factory=time.time_ns)
     """When it was made, in nanoseconds since 1970."""
     epoch: int = 0
@@ -67,23 +66,79 @@ class Job:
     """The device blocks of a load, with all its pieces."""
 
 
+@dataclass(eq=False)
 class JobTable:
-    """All jobs in progress. Each of ``num_workers`` workers reports a job once."""
+    """All jobs in progress, and what the engine's calls between two steps leave for the next one. Each of
+    ``num_workers`` workers reports a job once."""
 
-    def __init__(
-        self, manager: OffloadingManager, layout: KeyLayout, observer: RequestObserver, num_workers: int
-    ) -> None:
-        self.manager = manager
-        self.layout = layout
-        self.observer = observer
-        self.num_workers = num_workers
-        self.changes = Changes()
-        self.jobs: dict[int, Job] = {}
-        """By job id."""
-        self.keys_loading: dict[OffloadKey, int] = {}
-        """Keys that are being loaded, and the number of loads that copy each."""
-        self.held: dict[str, tuple[RequestState, float]] = {}
-        """Finished requests whose device blocks the engine keeps until all their blocks are stored, or a deadline."""
+    manager: OffloadingManager
+    layout: KeyLayout
+    observer: RequestObserver
+    num_workers: int
+    changes: Changes = field(default_factory=Changes)
+    jobs: dict[int, Job] = field(default_factory=dict)
+    """By job id."""
+    keys_loading: Counter[OffloadKey] = field(default_factory=Counter)
+    """Keys that are being loaded, and the number of loads that copy each."""
+    held: dict[str, tuple[RequestState, float]] = field(default_factory=dict)
+    """Finished requests whose device blocks the engine keeps until all their blocks are stored, or a deadline."""
+    meta: StepMeta = field(default_factory=StepMeta)
+    """The message of the next step."""
+    allocated: set[str] = field(default_factory=set)
+    """Requests that were given device blocks since the last step."""
+    handed_out: list[int] = field(default_factory=list)
+    """Device blocks that other connectors may fill before the next step."""
+    finished: list[tuple[RequestState, int]] = field(default_factory=list)
+    """Requests that finished since the last step, with their computed tokens."""
+
+    def take_step(self, has_tokens: bool) -> StepMeta:
+        """Returns the message to the workers, and begins that of the next step."""
+        meta, changes = self.meta, self.changes
+        meta.has_tokens, meta.epoch, changes.was_reset = has_tokens, changes.resets, False
+        self.meta, self.allocated, self.handed_out, self.finished = StepMeta(), set(), [], []
+        return meta
+
+    @property
+    def has_promises(self) -> bool:
+        """Whether the engine waits for what the next steps say."""
+        return bool(self.meta.broken_loads or self.meta.releases or self.held or self.changes.was_reset)
+
+    def poll(self, timeout_s: float = 0.0) -> None:
+        """Lets the manager take in what its lower tiers have done; waits at most ``timeout_s`` for something."""
+        if self.manager.poll(timeout_s):
+            self.changes.contents += 1
+            self.changes.loads += 1
+
+    @property
+    def loading(self) -> list[int]:
+        """Device blocks that the loads of the next step fill."""
+        return [at for spec in self.meta.loads.values() for at in spec.device.block_ids.tolist()]
+
+    def break_loads(self) -> list[Job]:
+        """Reports the loads of the step as failed, and returns their jobs, which have ended."""
+        ended = [self.remove(job_id) for job_id in self.meta.loads]
+        for job in ended:
+            job.failed = True
+            self.break_load(job)
+        self.meta.loads, self.meta.needs, self.meta.pieces = {}, {}, {}
+        return ended
+
+    def break_load(self, job: Job) -> None:
+        """Reports a load as failed, once no worker has a piece of it in progress."""
+        self.meta.broken_loads[job.states[0].context.req_id] = list(job.fills)
+
+    def break_off(self) -> None:
+        """Loads and stores nothing more: promised loads and stores are reported as failed."""
+        meta = self.meta
+        for job_id, job in self.jobs.items():
+            if job_id in meta.loads or job.rest is not None:
+                self.break_load(job)
+        meta.loads, meta.pieces, meta.stores = {}, {}, {}
+        meta.fences = [job_id for job_id in meta.fences if job_id in self.jobs]
+        meta.releases += self.held
+        self.finished.clear()
+        for table in (self.jobs, self.keys_loading, self.held):
+            table.clear()
 
     def add(self, job: Job) -> int:
         """Adds a new job and returns its id."""
@@ -92,20 +147,18 @@ class JobTable:
         self.jobs[job_id] = job
         for state in job.states:
             state.num_jobs += 1
-        for key in () if job.is_store else job.keys:
-            self.keys_loading[key] = self.keys_loading.get(key, 0) + 1
+        self.keys_loading.update(() if job.is_store else job.keys)
         return job_id
 
     def add_store(
         self,
-        new: Sequence[tuple[RequestState | None, Block]],
+        new: DescribedBlocks,
         states: Sequence[RequestState],
         output: PrepareStoreOutput,
-        specs: dict[int, TransferSpec],
         blocks_of: Mapping[int, int],
     ) -> None:
-        """Adds the job that stores ``new`` blocks, each with a request that can describe it, and its spec to ``specs``.
-        It is for ``states``, or for requests that may have ended, see ``Job.blocks_of``."""
+        """Adds the job that stores ``new`` blocks in the next step. It is for ``states``, or for requests that may have
+        ended, see ``Job.blocks_of``."""
         if output.evicted_keys:
             self.observer.metrics.add("evicted_blocks", len(output.evicted_keys))
         # The slots of the lease stand in this order: with any other, blocks would be stored under wrong keys.
@@ -127,33 +180,16 @@ class JobTable:
                     firsts[block.group] = block.first_device_block
                 sizes[block.group] += len(block.device_blocks)
                 ids += block.device_blocks
-        is_described = self.observer.describes_blocks
+        is_described = self.observer.descriptions is not None
         described = [(state, block) for state, block in new if state is not None] if is_described else ()
         job = Job(True, states, lease, output.keys_to_store, described, frozenset(ids), blocks_of)
         device = DeviceSpec(np.array(ids, dtype=np.int64), tuple(sizes), tuple(firsts))
-        specs[self.add(job)] = TransferSpec(states[0].context.req_id if states else "", host, device)
+        self.meta.stores[self.add(job)] = TransferSpec(states[0].context.req_id if states else "", host, device)
 
     def refuse_store(self) -> None:
         """Counts a store for which the manager has no room."""
         self.observer.metrics.add("refused_stores")
         self.observer.warn(NO_ROOM)
-
-    def end_store(self, job: Job) -> None:
-        """Ends a store that all workers have reported."""
-        self.manager.complete_store(job.lease, success=not job.failed)
-        if not job.states:
-            # Requests may wait for it, see ``LeavingBlocks.bring_back``.
-            self.changes.loads += 1
-        if not job.failed:
-            self.changes.contents += 1
-            self.observer.stored(job)
-            return
-        keys = frozenset(job.keys)
-        for state in job.states:
-            state.discard_stored(keys)
-        if self.is_current(job):
-            self.observer.metrics.add("store_failures")
-            self.observer.warn(STORE_FAILED)
 
     def is_current(self, job: Job) -> bool:
         """Whether there was no reset since the job began."""
@@ -183,19 +219,16 @@ class JobTable:
         for state in job.states:
             state.num_jobs -= 1
         for key in () if job.is_store else job.keys:
-            left = self.keys_loading[key] - 1
-            if left:
-                self.keys_loading[key] = left
-            else:
+            self.keys_loading[key] -= 1
+            if not self.keys_loading[key]:
                 del self.keys_loading[key]
         return job
 
-    def fence(
-        self, meta: StepMeta, step: ScheduledStep, requests: Mapping[str, RequestState], handed_out: set[int]
-    ) -> None:
-        """Adds to ``meta`` which stores must have read blocks that now belong to others (``handed_out``), or that are
+    def fence(self, step: ScheduledStep, requests: Mapping[str, RequestState], handed_out: set[int]) -> None:
+        """Adds to the step which stores must have read blocks that now belong to others (``handed_out``), or that are
         computed again, before the step's forward pass, and which before a load may start. Stores of what may be
         overwritten before that count as failed, whatever the workers report."""
+        meta = self.meta
         for req_id in step.num_scheduled_tokens:
             state = requests.get(req_id)
             if state is not None and state.request.num_computed_tokens < state.blocks.stored_end:
@@ -216,11 +249,8 @@ class JobTable:
         """Returns the stores that read some of these device blocks."""
         if not device_blocks:
             return []
-        return [
-            job_id
-            for job_id, job in self.jobs.items()
-            if job.is_store and not job.device_blocks.isdisjoint(device_blocks)
-        ]
+        stores = ((job_id, job.device_blocks) for job_id, job in self.jobs.items() if job.is_store)
+        return [job_id for job_id, read in stores if not read.isdisjoint(device_blocks)]
 
     def take_unheld(self, now: float) -> list[str]:
         """Returns the ids of the requests that need not be held any more, and forgets them."""

@@ -37,8 +37,6 @@ class KeyLayout:
     ) -> None:
         if not groups:
             raise ConfigError("groups", NOT_SET, "an engine has at least one KV cache group")
-        self.engine_groups = tuple(groups)
-        """The groups as the engine has them."""
         self.parts = parts or Parts.none(len(groups))
         self.groups = groups = tuple(self.parts.groups(groups))
         self.hash_block_size = hash_block_size or math.gcd(*(group.device_block_size for group in groups))
@@ -60,8 +58,6 @@ class KeyLayout:
         self._following = following
         self.device_block_sizes = tuple(group.device_block_size for group in groups)
         self.block_tokens = tuple(group.block_tokens for group in groups)
-        self.factors = tuple(group.block_size_factor for group in groups)
-        self._suffixes = tuple(make_offload_key(b"", g) for g in range(len(groups)))
         self.chains = ChainLayout(groups)
         self.align = self.chains.unit_tokens
         """Tokens: whole blocks of all groups end at multiples of it."""
@@ -71,7 +67,6 @@ class KeyLayout:
         self.states = tuple(g for g, group in enumerate(groups) if group.state)
         self.ahead = tuple(g for g, group in enumerate(groups) if group.lookahead)
         """The groups whose keys depend on tokens after a block."""
-        self._hashes_per_block = tuple(size // self.hash_block_size for size in self.block_tokens)
         self.traced = self.full[0] if self.full else 0
         """The group whose blocks are recorded in a trace."""
 
@@ -93,12 +88,12 @@ class KeyLayout:
         return end // self.block_tokens[g] - 1
 
     def extend_keys(self, g: int, keys: list[OffloadKey], request: Request, namespace: bytes) -> None:
-        """Appends to the ``keys`` of group ``g`` those of the blocks that became whole. ``namespace`` precedes the
-        block hashes."""
+        """Appends to the ``keys`` of group ``g`` those of blocks that became whole. ``namespace`` precedes block
+        hashes."""
         if g in self.ahead:
             keys += [self.key(g, index, request, namespace) for index in range(len(keys), self.num_named(g, request))]
         else:
-            per_block, suffix = self._hashes_per_block[g], self._suffixes[g]
+            per_block, suffix = self.block_tokens[g] // self.hash_block_size, make_offload_key(b"", g)
             last = request.block_hashes[(len(keys) + 1) * per_block - 1 :: per_block]
             keys += [namespace + block_hash + suffix for block_hash in last]
 
@@ -108,7 +103,7 @@ class KeyLayout:
         name = request.block_hashes[end // self.hash_block_size - 1]
         if self._following is not None and (lookahead := self.groups[g].lookahead):
             name = with_following(name, self._following(request, end, lookahead))
-        return namespace + name + self._suffixes[g]
+        return make_offload_key(namespace + name, g)
 
     def describe(self, request: Request, block: Block, namespace: bytes) -> BlockDescription | None:
         """Describes the contents of ``block`` of a request with this ``namespace``, for events; None if the request has

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TypeAlias
 
-from kvoffload.abc import MissReason, Offer, OffloadKey, ReqContext, TieredManager, TransferSpec
+from kvoffload.abc import MissReason, Offer, OffloadKey, ReqContext, TieredManager
 from kvoffload.cache.keys import key_group_idx
 from kvoffload.cache.misses import MissMemory
-from kvoffload.connector.device_blocks import DeviceBlocks, HeldBlock
-from kvoffload.connector.jobs import JobTable
+from kvoffload.connector.device_blocks import REFUSED, DeviceBlocks, HeldBlock
+from kvoffload.connector.jobs import DescribedBlocks, Job, JobTable
 from kvoffload.connector.layout import Block
 from kvoffload.connector.messages import WorkerReport
 from kvoffload.connector.request import RequestState
@@ -26,8 +27,7 @@ LEAST_OFFERED = 64
 MAX_AHEAD = 8192
 """Device blocks at which one step looks because they are handed out next."""
 TOGETHER = 64
-"""Where steps hand out few device blocks, one step looks at up to as many more: a job costs as much as several
-blocks."""
+"""Where steps hand out few device blocks, one looks at up to as many more: a job costs as much as several blocks."""
 AHEAD_DECAY = 15 / 16
 AHEAD_SHARE = 1 / 8
 """What the next device blocks hold is stored early: of as many as one of the latest steps has handed out, which counts
@@ -35,6 +35,8 @@ less with every further step, and at most of this share of all blocks on the dev
 have been offered to load."""
 AWAITED = ReqContext("", goes_on=True)
 """Blocks that requests wait for are stored, whatever they seem to be worth."""
+NextFree: TypeAlias = Callable[[int], Iterable[int]]
+"""See EngineSpec."""
 LOST = (
     "kvoffload: more blocks left the device in one step than can be stored in it, and the others are lost (metric "
     "lost_blocks): requests that need them compute them again"
@@ -54,23 +56,18 @@ def piece_blocks(num_blocks: int) -> int:
 
 
 class LeavingBlocks:
-    """Stores what leaves ``device``, and what leaves it next.
+    """Stores what leaves the device, and what leaves it next.
 
     ``misses``: where the manager looks up why a block is missing. ``next_free``: see EngineSpec. ``slot_bytes``: the
     bytes of a block in each pool; none if they are not known.
     """
 
     def __init__(
-        self,
-        jobs: JobTable,
-        device: DeviceBlocks,
-        misses: MissMemory,
-        next_free: Callable[[int], Iterable[int]] | None,
-        slot_bytes: Sequence[int],
+        self, jobs: JobTable, misses: MissMemory, next_free: NextFree | None, slot_bytes: Sequence[int]
     ) -> None:
-        self.device = device
+        self.device = DeviceBlocks(keeps_states=jobs.observer.descriptions is not None)
         self.piece_blocks = piece_blocks(jobs.manager.most_blocks())
-        self._manager, self._layout, self._jobs = jobs.manager, jobs.layout, jobs
+        self._jobs = jobs
         self._misses = misses
         self._next_free = next_free
         self._slot_bytes = max(slot_bytes, default=0)
@@ -80,34 +77,25 @@ class LeavingBlocks:
         """Blocks that are stored in the step that computes in their device blocks."""
         self._num_ahead = self._num_looked = 0
         self._expected: dict[str, int] = {}
-        """Device blocks that requests take soon, by request: those that wait, or were offered a load and did not get
-        any yet."""
+        """Device blocks that requests take soon, by request: of those that wait, or were offered a load and got none
+        yet."""
         self._looks_ahead = False
         """Whether the next step looks ahead although it hands out nothing."""
         self._forgotten: dict[OffloadKey, None] = {}
         """Blocks on the device that requests need and the engine does not find there any more."""
 
-    def many_leave(self, device_blocks: Sequence[int]) -> bool:
-        """Whether more blocks leave for these device blocks than one piece of a load may have."""
-        return len(device_blocks) > self.piece_blocks < self.device.num_late(device_blocks)
-
-    def arrived(
-        self, state: RequestState, first: int, keys: Sequence[OffloadKey], device_blocks: Sequence[int]
-    ) -> None:
-        """Takes note of a piece that a request has loaded, from its block ``first`` on: the device has it now."""
+    def arrived(self, job: Job, first: int, at: slice) -> None:
+        """Takes note of a piece of a load, from its request's block ``first`` on: the device has it now."""
+        (state,), keys = job.states, job.keys[at]
         if state.context.hints is None:
-            places = zip(range(first, first + len(keys)), keys, device_blocks, strict=True)
-            self.note_left(self.device.hold(state, (Block(0, i, key, i, [at]) for i, key, at in places)))
-            self._manager.note_device(held=keys)
-
-    def drop(self, device_blocks: Iterable[int]) -> None:
-        """Forgets what these device blocks hold: the engine may have computed other tokens in them."""
-        self.note_left([held[0] for held in self.device.leave(device_blocks)])
+            places = enumerate(zip(keys, job.fills[at], strict=True), first)
+            self.note_left(self.device.hold(state, (Block(0, i, key, i, [block]) for i, (key, block) in places)))
+            self._jobs.manager.note_device(held=keys)
 
     def reset(self) -> None:
         """Forgets what the device holds: it is stored no more."""
         keys = self.device.clear()
-        if not isinstance(self._manager, TieredManager):
+        if not isinstance(self._jobs.manager, TieredManager):
             self._misses.record(keys, MissReason.RESET)
         self.note_left(keys)
 
@@ -119,7 +107,7 @@ class LeavingBlocks:
     def note_left(self, keys: Sequence[OffloadKey]) -> None:
         """Tells the manager that the device does not hold these blocks any more."""
         if keys:
-            self._manager.note_device(left=keys)
+            self._jobs.manager.note_device(left=keys)
 
     def measure(self, report: WorkerReport) -> None:
         """Measures how fast workers store."""
@@ -128,42 +116,37 @@ class LeavingBlocks:
             self._most = most_leaving(self._slot_bytes, self._speed.seconds_for(self._slot_bytes))
 
     def expect(self, req_id: str, num_tokens: int) -> None:
-        """A request will be given device blocks for ``num_tokens`` tokens at once; 0: it will not, or was given
-        them."""
-        num_blocks = sum(num_tokens // size for size in self._layout.block_tokens)
+        """A request will be given device blocks for ``num_tokens`` tokens at once; 0: it will not, or it was."""
+        num_blocks = sum(num_tokens // size for size in self._jobs.layout.block_tokens)
         if num_blocks and self._next_free is not None:
             self._looks_ahead |= self._expected.get(req_id) != num_blocks
             self._expected[req_id] = num_blocks
         else:
             self._expected.pop(req_id, None)
 
-    def store(
-        self, loading: Sequence[int], handed_out: Sequence[int], overwritten: Collection[int]
-    ) -> dict[int, TransferSpec]:
-        """Returns the jobs for blocks that leave the device because their device blocks are given to loads, which come
+    def store(self, loading: Sequence[int], handed_out: Sequence[int], overwritten: Collection[int]) -> None:
+        """Makes the jobs for blocks that leave the device because their device blocks are given to loads, which come
         after these jobs, or ``handed_out`` to requests that compute, and for those that leave next. The second must be
         fenced. What may be ``overwritten`` before that is lost."""
-        specs: dict[int, TransferSpec] = {}
         if not loading and not handed_out and not overwritten and not self._looks_ahead:
-            return specs
+            return
         lost = self.device.leave(overwritten) if overwritten else []
         loaded, left, num_stored = self.device.leave(loading), self.device.leave(handed_out), 0
         self.note_left([held[0] for held in lost + loaded + left])
         if loaded := self.device.not_early(loaded):
-            self._store(loaded[::-1], len(loaded), specs)
+            self._store(loaded[::-1], len(loaded))
         if left := self.device.not_early(left):
             # Engines free a chain from its tail. If there is not room for all, its head is stored.
-            num_stored, unstored = self._store(left[::-1], self._most, specs)
+            num_stored, unstored = self._store(left[::-1], self._most)
             lost += unstored
         if lost:
             self._lose(lost)
         if self._next_free is not None:
             self._num_ahead = max(len(handed_out), int(self._num_ahead * AHEAD_DECAY))
             self._num_looked -= len(loading) + len(handed_out)
-            self._look_ahead(self._next_free, max(1, self._most - num_stored), specs)
-        return specs
+            self._look_ahead(self._next_free, max(1, self._most - num_stored))
 
-    def _look_ahead(self, next_free: Callable[[int], Iterable[int]], most: int, specs: dict[int, TransferSpec]) -> None:
+    def _look_ahead(self, next_free: NextFree, most: int) -> None:
         """Makes the jobs for what leaves the device next, unless that was looked at."""
         share = max(1, int(len(self.device) * AHEAD_SHARE))
         expected = min(sum(self._expected.values()), self.piece_blocks)
@@ -177,13 +160,13 @@ class LeavingBlocks:
         early = self.device.soon(next_free(ahead), most)
         self._looks_ahead = bool(early and self._expected)
         if early:
-            self._store(early[::-1], len(early), specs)
+            self._store(early[::-1], len(early))
 
     def _lose(self, blocks: Sequence[HeldBlock]) -> None:
         """Counts blocks that have left the device and are not stored, unless host memory or a lower tier has them."""
         keys = []
         for key in (held[0] for held in blocks):
-            miss = self._manager.explain_miss(key)
+            miss = self._jobs.manager.explain_miss(key)
             if miss.tier is None and miss.reason is not MissReason.BEING_WRITTEN:
                 keys.append(key)
         if keys:
@@ -195,30 +178,28 @@ class LeavingBlocks:
         """Whether the device still holds the request's block behind token ``end``, which its engine does not find there
         any more: it has emptied its cache, or named another copy. The next step stores it, with those behind it, so
         that it can be loaded."""
-        sizes, keys = self._layout.block_tokens, state.blocks.keys
+        sizes, keys = self._jobs.layout.block_tokens, state.blocks.keys
         behind = keys[0][end // sizes[0] :]
         if end + sizes[0] >= state.request.num_tokens or not behind or behind[0] not in self.device:
             return False
-        if state.was_brought_back:
-            return self._manager.explain_miss(behind[0]).reason is MissReason.BEING_WRITTEN
-        state.was_brought_back = True
+        if state.lookup.was_brought_back:
+            return self._jobs.manager.explain_miss(behind[0]).reason is MissReason.BEING_WRITTEN
+        state.lookup.was_brought_back = True
         for size, of_group in zip(sizes, keys, strict=True):
             self._forgotten |= dict.fromkeys(of_group[end // size :])
         return True
 
-    def store_forgotten(self, requests: Iterable[RequestState]) -> dict[int, TransferSpec]:
-        """Returns the jobs for blocks that some of the ``requests`` wait for, see ``bring_back``."""
-        specs: dict[int, TransferSpec] = {}
+    def store_forgotten(self, requests: Iterable[RequestState]) -> None:
+        """Makes the jobs for blocks that some of the ``requests`` wait for, see ``bring_back``."""
         if not self._forgotten:
-            return specs
+            return
         for state in requests:
             self.drop_if_other(state)
         blocks = self.device.get(self._forgotten)
-        self._store(blocks, len(blocks), specs, AWAITED)
+        num_stored, _ = self._store(blocks, len(blocks), AWAITED)
         self._forgotten.clear()
-        if not specs:
+        if not num_stored:
             self._jobs.changes.loads += 1
-        return specs
 
     def drop_if_other(self, state: RequestState) -> None:
         """Forgets the device blocks of a request whose tokens are others than when its keys were made."""
@@ -226,19 +207,15 @@ class LeavingBlocks:
             self.drop_tables(state)
 
     def drop_tables(self, state: RequestState) -> None:
+        """Forgets what the device blocks of a request hold: the engine may have computed other tokens in them."""
         for table in state.blocks.tables:
-            self.drop(table)
+            self.note_left([held[0] for held in self.device.leave(table)])
 
     def _store(
-        self,
-        blocks: Sequence[HeldBlock],
-        most: int,
-        specs: dict[int, TransferSpec],
-        context: ReqContext | None = None,
+        self, blocks: Sequence[HeldBlock], most: int, context: ReqContext | None = None
     ) -> tuple[int, list[HeldBlock]]:
         """Makes jobs for those of ``blocks``, the most valuable first, that host memory lacks, each of one tenant.
-        Returns how many these are, about ``most`` at most, and the blocks that were not offered to the manager because
-        of that."""
+        Returns how many these are, about ``most`` at most, and the blocks that were not offered because of that."""
         by_namespace: dict[bytes, list[HeldBlock]] = {}
         for held in blocks:
             by_namespace.setdefault(held[1], []).append(held)
@@ -246,16 +223,18 @@ class LeavingBlocks:
         for of_tenant in by_namespace.values():
             while of_tenant and num_stored < most:
                 n = max(most - num_stored, LEAST_OFFERED)
-                num_stored += self._offer(of_tenant[:n], specs, context)
+                num_stored += self._offer(of_tenant[:n], context)
                 of_tenant = of_tenant[n:]
             left += of_tenant
         return num_stored, left
 
-    def _offer(self, blocks: Sequence[HeldBlock], specs: dict[int, TransferSpec], context: ReqContext | None) -> int:
-        """Makes a job for those ``blocks`` of a tenant that host memory lacks and has room for, and returns their
+    def _offer(self, blocks: Sequence[HeldBlock], context: ReqContext | None) -> int:
+        """Makes a job for those ``blocks`` of a tenant that host memory lacks and has room for. Returns their
         number."""
         offered = blocks
-        while (output := self._manager.prepare_store([held[0] for held in offered], context, Offer.LEAVING)) is None:
+        while (
+            output := self._jobs.manager.prepare_store([held[0] for held in offered], context, Offer.LEAVING)
+        ) is None:
             if offered is blocks:
                 self._jobs.refuse_store()
                 self.device.forget_early(held[2] for held in blocks)
@@ -263,10 +242,10 @@ class LeavingBlocks:
                 return 0
         if output.refused_keys:
             refused = frozenset(output.refused_keys)
-            self.device.refuse(held[2] for held in offered if held[0] in refused)
+            self.device.forget_early((held[2] for held in offered if held[0] in refused), REFUSED)
         wanted, group = frozenset(output.keys_to_store), 0
-        has_groups, state_of = len(self._layout.groups) > 1, self.device.state_of
-        new: list[tuple[RequestState | None, Block]] = []
+        has_groups, state_of = len(self._jobs.layout.groups) > 1, self.device.state_of
+        new: DescribedBlocks = []
         blocks_of: dict[int, int] = {}
         for key, _, device_block, ordinal, number in offered:
             if key in wanted:
@@ -275,5 +254,5 @@ class LeavingBlocks:
                 block = Block._make((group, ordinal, key, ordinal, [device_block]))
                 new.append((state_of(device_block), block))
                 blocks_of[number] = blocks_of.get(number, 0) + 1
-        self._jobs.add_store(new, [], output, specs, blocks_of)
+        self._jobs.add_store(new, [], output, blocks_of)
         return len(new)

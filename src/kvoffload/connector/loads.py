@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -14,7 +14,6 @@ from kvoffload.connector.adapters import AdapterNeed
 from kvoffload.connector.jobs import Job, JobTable
 from kvoffload.connector.layout import NULL_BLOCK
 from kvoffload.connector.leaving import LeavingBlocks
-from kvoffload.connector.messages import StepMeta
 from kvoffload.connector.request import Match, Phase, RequestState
 from kvoffload.connector.resets import BlockOrigins
 
@@ -23,64 +22,7 @@ logger = logging.getLogger(__name__)
 LOAD_FAILED = "kvoffload: a load failed twice, or its adapter has changed; its request computes instead"
 
 
-@dataclass(slots=True)
-class UpcomingStep:
-    """What the engine's calls between two steps leave for the next one."""
-
-    jobs: JobTable
-    meta: StepMeta = field(default_factory=StepMeta)
-    allocated: set[str] = field(default_factory=set)
-    """Requests that were given device blocks."""
-    handed_out: list[int] = field(default_factory=list)
-    """Device blocks that other connectors may fill before the step."""
-    finished: list[tuple[RequestState, int]] = field(default_factory=list)
-    """Requests that finished, with their computed tokens."""
-
-    def take(self, has_tokens: bool) -> StepMeta:
-        """Returns the message to the workers, and begins that of the next step."""
-        meta, changes = self.meta, self.jobs.changes
-        meta.has_tokens, meta.epoch, changes.was_reset = has_tokens, changes.resets, False
-        self.meta, self.allocated, self.handed_out, self.finished = StepMeta(), set(), [], []
-        return meta
-
-    @property
-    def loading(self) -> list[int]:
-        """Device blocks that loads fill."""
-        return [at for spec in self.meta.loads.values() for at in spec.device.block_ids.tolist()]
-
-    def add_load(self, job_id: int, spec: TransferSpec, state: RequestState) -> None:
-        """Adds a load of the request, or a piece of it."""
-        self.meta.loads[job_id] = spec
-        if state.adapter is not None and state.digests is not None:
-            self.meta.needs[job_id] = AdapterNeed(state.adapter.number, state.digests, state.adapter.is_reread)
-
-    def break_loads(self) -> list[Job]:
-        """Reports the loads of the step as failed, and returns their jobs, which have ended."""
-        ended = [self.jobs.remove(job_id) for job_id in self.meta.loads]
-        for job in ended:
-            job.failed = True
-            self.break_load(job)
-        self.meta.loads, self.meta.needs, self.meta.pieces = {}, {}, {}
-        return ended
-
-    def break_load(self, job: Job) -> None:
-        """Reports a load as failed, once no worker has a piece of it in progress."""
-        self.meta.broken_loads[job.states[0].context.req_id] = list(job.fills)
-
-    def break_off(self) -> None:
-        """Loads and stores nothing more: promised loads and stores are reported as failed."""
-        meta, jobs = self.meta, self.jobs.jobs
-        for job_id, job in jobs.items():
-            if job_id in meta.loads or job.rest is not None:
-                self.break_load(job)
-        meta.loads, meta.pieces, meta.stores = {}, {}, {}
-        meta.fences = [job_id for job_id in meta.fences if job_id in jobs]
-        meta.releases += self.jobs.held
-        self.finished.clear()
-        for table in (jobs, self.jobs.keys_loading, self.jobs.held):
-            table.clear()
-
-
+@dataclass(eq=False)
 class LoadPlanner:
     """Pins the blocks that a request takes from its offer until they are loaded.
 
@@ -88,103 +30,103 @@ class LoadPlanner:
     for a piece takes the slots of the pieces before it, so that it need not take those of other blocks.
     """
 
-    def __init__(
-        self, jobs: JobTable, sound: BlockOrigins, leaving: LeavingBlocks | None, upcoming: UpcomingStep
-    ) -> None:
-        self._manager, self._layout, self._jobs = jobs.manager, jobs.layout, jobs
-        self._sound = sound
-        self._leaving = leaving
-        self._upcoming = upcoming
+    jobs: JobTable
+    sound: BlockOrigins
+    leaving: LeavingBlocks | None
 
     def begin(self, state: RequestState, match: Match | None, blocks: KVBlocks, num_tokens: int) -> bool:
         """Adds the load of ``num_tokens`` of the offer ``match`` to the next step. Returns False, and the request will
-        load nothing more, if that cannot be done."""
-        if self.was_offered(match, num_tokens):
+        load nothing more, if that cannot be done, or was not offered. It may load fewer tokens than it was offered,
+        unless a group has a window or a state: the blocks that these need for a shorter load were not looked up."""
+        offered, layout = 0 if match is None else match.tokens or 0, self.jobs.layout
+        if num_tokens == offered or (num_tokens < offered and not layout.windows and not layout.states):
             try:
                 job_id, spec = self.start(state, blocks, num_tokens)
             except BlockNotReadyError:
                 logger.exception("kvoffload: a promised block is gone; the request computes instead")
             else:
-                state.loaded_end = state.computed_at_load + num_tokens
-                self._upcoming.add_load(job_id, spec, state)
-                self._sound.add(state, spec.device.block_ids.tolist())
-                self._jobs.changes.loads += 1
+                state.filled.loaded_end = state.filled.computed + num_tokens
+                self._add(job_id, spec, state)
+                if self.sound.origins is not None:
+                    self.sound.add(state, spec.device.block_ids.tolist())
+                self.jobs.changes.loads += 1
                 return True
         state.may_load = False
-        self._jobs.observer.metrics.add("load_failures")
+        self.jobs.observer.metrics.add("load_failures")
         return False
 
     def cut(self, handed_out: Collection[int]) -> None:
         """Replaces each load of the next step that displaces many blocks by its first piece. What has to leave
         it in this step, because its device blocks may be written to before their piece, does not count."""
-        leaving = self._leaving
-        if leaving is None or len(self._layout.groups) > 1:
+        leaving = self.leaving
+        if leaving is None or len(self.jobs.layout.groups) > 1:
             return
-        for job_id, spec in list(self._upcoming.meta.loads.items()):
+        for job_id, spec in list(self.jobs.meta.loads.items()):
             device_blocks = [at for at in spec.device.block_ids.tolist() if at not in handed_out]
-            if leaving.many_leave(device_blocks):
-                self._next_piece(job_id, self._jobs.jobs[job_id], spec, leaving.piece_blocks)
+            if len(device_blocks) > leaving.piece_blocks < leaving.device.num_late(device_blocks):
+                self._next_piece(job_id, self.jobs.jobs[job_id], spec, leaving.piece_blocks)
+
+    def _add(self, job_id: int, spec: TransferSpec, state: RequestState) -> None:
+        """Adds a load of the request, or a piece of it, to the next step."""
+        meta, adapter = self.jobs.meta, state.adapter
+        meta.loads[job_id] = spec
+        if adapter is not None and state.origin is not None:
+            meta.needs[job_id] = AdapterNeed(adapter.number, state.origin, adapter.is_reread)
 
     def _next_piece(self, job_id: int, job: Job, spec: TransferSpec, num_blocks: int) -> None:
         """Adds the first ``num_blocks`` of ``spec`` to the next step. The others are the rest of the job."""
         job.rest = _part(spec, num_blocks, None) if num_blocks < len(spec.host.slots) else None
-        self._upcoming.add_load(job_id, _part(spec, 0, num_blocks), job.states[0])
-        self._upcoming.meta.pieces[job_id] = [] if job.rest else list(job.fills)
+        self._add(job_id, _part(spec, 0, num_blocks), job.states[0])
+        self.jobs.meta.pieces[job_id] = [] if job.rest else list(job.fills)
 
     def _go_on(self, job: Job, rest: TransferSpec) -> None:
         """Adds the next piece, and gives back the host slots of the one that was loaded."""
         slots, num_left = job.lease.slots, len(rest.host.slots)
         num_read, start, end = len(slots) - num_left, len(job.keys) - len(slots), len(job.keys) - num_left
         # First, so that the load is reported as failed if one of the others raises.
-        self._next_piece(self._jobs.add(job), job, rest, num_read)
-        self._manager.complete_load(replace(job.lease, slots=slots[:num_read]))
+        self._next_piece(self.jobs.add(job), job, rest, num_read)
+        self.jobs.manager.complete_load(replace(job.lease, slots=slots[:num_read]))
         job.lease = rest.host
-        if self._leaving is not None:
+        if self.leaving is not None:
             first = rest.device.block_indices[0] - num_read
-            self._leaving.arrived(job.states[0], first, job.keys[start:end], job.fills[start:end])
+            self.leaving.arrived(job, first, slice(start, end))
 
     def end_job(self, job: Job) -> bool:
         """Ends a load that all workers have reported, or its piece in progress: then returns False."""
         if job.rest is not None:
-            if not job.failed and self._jobs.is_current(job):
+            if not job.failed and self.jobs.is_current(job):
                 self._go_on(job, job.rest)
                 return False
             job.failed = True
-            self._upcoming.break_load(job)
-        observer = self._jobs.observer
-        self._jobs.changes.loads += 1
-        self._manager.complete_load(job.lease)
+            self.jobs.break_load(job)
+        observer = self.jobs.observer
+        self.jobs.changes.loads += 1
+        self.jobs.manager.complete_load(job.lease)
         (state,) = job.states
         state.phase = Phase.RUNNING
         if job.failed:
             state.may_load = False
-            state.blocks.loaded, state.loaded_end = None, 0
+            state.blocks.loaded, state.filled.loaded_end = None, 0
             observer.metrics.add("load_failures")
-            if self._jobs.is_current(job):
+            if self.jobs.is_current(job):
                 observer.warn(LOAD_FAILED)
         else:
             observer.metrics.add("load_blocks", len(job.keys))
         return True
 
-    def was_offered(self, match: Match | None, num_tokens: int) -> bool:
-        """Whether a request with this lookup may load ``num_tokens``. It may load fewer tokens than it was offered,
-        unless a group has a window or a state: the blocks that these need for a shorter load were not looked up."""
-        offered = 0 if match is None else match.tokens or 0
-        return num_tokens == offered or (num_tokens < offered and not self._layout.windows and not self._layout.states)
-
     def start(self, state: RequestState, blocks: KVBlocks, num_tokens: int) -> tuple[int, TransferSpec]:
-        """Returns the id and the spec of a new load of ``num_tokens`` behind ``state.computed_at_load``.
+        """Returns the id and the spec of a new load of ``num_tokens`` behind ``state.filled.computed``.
 
         Raises BlockNotReadyError, and changes nothing, if a block is gone, or if the engine has no device block for a
         state.
         """
-        computed = state.computed_at_load
+        computed = state.filled.computed
         spans, device = self.device_spec(blocks, computed, computed + num_tokens)
-        if any(not spans[g] for g in self._layout.states):
+        if any(not spans[g] for g in self.jobs.layout.states):
             raise BlockNotReadyError(f"the engine has no device block for the state at token {computed + num_tokens}")
         keys = [key for g, span in enumerate(spans) for key in state.blocks.keys[g][span.start : span.stop]]
-        lease = self._manager.prepare_load(keys, state.context)
-        job_id = self._jobs.add(Job(False, [state], lease, keys, fills=device.block_ids.tolist()))
+        lease = self.jobs.manager.prepare_load(keys, state.context)
+        job_id = self.jobs.add(Job(False, [state], lease, keys, fills=device.block_ids.tolist()))
         state.phase = Phase.LOADING
         if not state.options.remote_decode:
             state.blocks.loaded = tuple(spans)
@@ -194,8 +136,9 @@ class LoadPlanner:
         """Reports a promised load as failed, whatever state the request is in."""
         if not num_tokens:
             return
-        state, broken = requests.get(request.request_id), self._upcoming.meta.broken_loads
-        computed = 0 if state is None else state.computed_at_load if state.match is None else state.match.computed
+        state, broken = requests.get(request.request_id), self.jobs.meta.broken_loads
+        match = None if state is None else state.lookup.match
+        computed = match.computed if match is not None else 0 if state is None else state.filled.computed
         broken[request.request_id] = []
         # The input that raised before may raise again, and must not reach the engine.
         with contextlib.suppress(Exception):
@@ -204,9 +147,12 @@ class LoadPlanner:
 
     def blocks_behind(self, computed: int, blocks: KVBlocks) -> list[int]:
         """Returns the device blocks of all groups for the tokens behind ``computed``."""
-        tables = self._layout.parts.tables(blocks.get_block_ids())
-        sizes = zip(self._layout.device_block_sizes, tables, strict=True)
+        sizes = zip(self.jobs.layout.device_block_sizes, self._tables(blocks), strict=True)
         return [block for size, table in sizes for block in table[computed // size :]]
+
+    def _tables(self, blocks: KVBlocks) -> Sequence[Sequence[int]]:
+        parts, tables = self.jobs.layout.parts, blocks.get_block_ids()
+        return parts.tables(tables) if parts.is_divided else tables
 
     def device_spec(self, blocks: KVBlocks, computed: int, end: int) -> tuple[list[range], DeviceSpec]:
         """Returns per group which offloaded blocks hold tokens ``computed`` to ``end``, and where these go. The engine
@@ -214,10 +160,8 @@ class LoadPlanner:
         ends at ``end``, whatever precedes it."""
         ids: list[int] = []
         spans, sizes, firsts = [], [], []
-        tables = self._layout.parts.tables(blocks.get_block_ids())
-        for group, table in zip(self._layout.groups, tables, strict=True):
-            before = group.skipped_tokens(end) if group.state else computed
-            first = max(before, computed) // group.device_block_size
+        for group, table in zip(self.jobs.layout.groups, self._tables(blocks), strict=True):
+            first = (group.skipped_tokens(end) if group.state else computed) // group.device_block_size
             last = min(-(-end // group.device_block_size), len(table))
             while first < last and table[first] == NULL_BLOCK:
                 first += 1

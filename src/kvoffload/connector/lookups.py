@@ -1,20 +1,25 @@
 """What a request is offered, whether it waits, and how long the answer is remembered.
 
-``hits`` asks the manager, and ``tiering/lookup.py`` behind it asks the tiers.
+``locate`` answers the engine. ``longest`` asks the manager for the longest hit that all groups of a layout agree on,
+and ``tiering/lookup.py`` behind it asks the tiers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import compress
+from typing import NamedTuple
 
-from kvoffload.abc import OffloadKey
+import numpy as np
+
+from kvoffload.abc import Awaited, Need, OffloadingManager, OffloadKey, ReqContext, States
+from kvoffload.abc.tier import HIT, RETRY
 from kvoffload.connector.adapters import AdapterDigests
 from kvoffload.connector.handover import Patience
-from kvoffload.connector.hits import is_any_loading, is_next_loading, last_loadable, last_state, longest, most_end
 from kvoffload.connector.jobs import JobTable
+from kvoffload.connector.layout import KeyLayout
 from kvoffload.connector.leaving import LeavingBlocks
-from kvoffload.connector.observer import RequestObserver
 from kvoffload.connector.request import Match, RequestState
 from kvoffload.connector.resets import PausedContents
 
@@ -41,12 +46,12 @@ class Lookups:
 
     jobs: JobTable
     keys_loading: Mapping[OffloadKey, int]
-    """Those of ``jobs``; empty if loads are not shared."""
+    """See JobTable; empty if loads are not shared."""
     paused: PausedContents
     adapters: AdapterDigests | None
+    leaving: LeavingBlocks | None
     deadline_s: float
     clock: Callable[[], float]
-    leaving: LeavingBlocks | None
     patience: Patience = field(default_factory=Patience)
 
     @property
@@ -57,19 +62,17 @@ class Lookups:
 
 def locate(lookups: Lookups, state: RequestState, computed: int) -> Match:
     """Returns what can be loaded for a request with ``computed`` tokens on the device."""
-    match = state.match
-    if match is None or not _still_holds(lookups, match, computed):
-        match = state.match = _look_up(lookups, state, computed)
-        if match.tokens is not None and state.waiting_since is not None:
-            state.waited_s += lookups.clock() - state.waiting_since
-            state.waiting_since = None
-            state.num_waits += 1
+    lookup = state.lookup
+    if (match := lookup.match) is not None:
+        change = lookups.jobs.changes.loads if match.tokens is None else lookups.contents
+        if (match.change, match.computed) == (change, computed) and lookups.clock() < match.expires:
+            return match
+    match = lookup.match = _look_up(lookups, state, computed)
+    if match.tokens is not None and lookup.waiting_since is not None:
+        lookup.waited_s += lookups.clock() - lookup.waiting_since
+        lookup.waiting_since = None
+        lookup.num_waits += 1
     return match
-
-
-def _still_holds(lookups: Lookups, match: Match, computed: int) -> bool:
-    change = lookups.jobs.changes.loads if match.tokens is None else lookups.contents
-    return (match.change, match.computed) == (change, computed) and lookups.clock() < match.expires
 
 
 def _look_up(lookups: Lookups, state: RequestState, computed: int) -> Match:
@@ -78,47 +81,43 @@ def _look_up(lookups: Lookups, state: RequestState, computed: int) -> Match:
         known = adapters.digests(adapter)
         if known is None and (wait := _wait(lookups, state, computed)):
             return wait
-        if not known or state.digests not in (None, known):
+        if not known or state.origin not in (None, known):
             state.give_up()
-        elif state.digests is None:
+        elif state.origin is None:
             state.bind(known)
     if state.origin is None:
-        return Match(lookups.contents, computed, 0, None)
+        return Match(lookups.contents, computed)
     state.extend_keys()
     if not state.may_load:
         _touch(lookups, state)
         # The first block behind what the device has was not looked up.
         keys, first = state.blocks.keys[0], computed // layout.block_tokens[0]
-        return Match(lookups.contents, computed, 0, keys[first] if first < len(keys) else None)
+        return Match(lookups.contents, computed, missed=keys[first] if first < len(keys) else None)
     if lookups.paused.is_hidden:
         lookups.paused.must_check = True
-        return _wait(lookups, state, computed) or Match(lookups.contents, computed, 0, None)
+        return _wait(lookups, state, computed) or Match(lookups.contents, computed)
     _touch(lookups, state)
     if computed % layout.device_align:
-        return Match(lookups.contents, computed, 0, None)
+        return Match(lookups.contents, computed)
     # The engine computes less than a block in one step. A load would take a step of its own.
     is_worth = last_loadable(state, most_end(layout, state)) - computed >= layout.device_align
-    if (
-        is_worth
-        and is_next_loading(lookups.keys_loading, layout, state, computed)
-        and (wait := _wait(lookups, state, computed))
-    ):
+    if is_worth and _is_next_loading(lookups, state, computed) and (wait := _wait(lookups, state, computed)):
         return wait
-    if state.handover is not None:
-        state.await_blocks(lookups.clock(), lookups.patience.wait_s(state.handover.server, lookups.deadline_s))
+    if (handover := state.lookup.handover) is not None and state.context.awaited is None:
+        # From now on, if the request has the keys that are handed over to it.
+        handed, now = handover.keys(layout, state.blocks.keys) or frozenset(), lookups.clock()
+        until = now + lookups.patience.wait_s(handover.server, lookups.deadline_s)
+        state.context = replace(state.context, awaited=Awaited(handed, handover.places, now, until))
     if not is_worth:
-        return Match(lookups.contents, computed, 0, None)
-    may_wait = state.num_waits < MAX_WAITS_PER_REQUEST
-    hit = longest(lookups.jobs.manager, layout, state, computed, may_wait)
-    if not hit.is_known or (
-        hit.end > computed and is_any_loading(lookups.keys_loading, layout, state, computed, hit.end)
-    ):
-        wait = _wait(lookups, state, computed)
-        if wait is not None:
-            return wait
+        return Match(lookups.contents, computed)
+    may_wait = state.lookup.num_waits < MAX_WAITS_PER_REQUEST
+    hit = _longest(lookups, state, computed, may_wait)
+    is_early = not hit.is_known or (hit.end > computed and _is_any_loading(lookups, state, computed, hit.end))
+    if is_early and (wait := _wait(lookups, state, computed)):
+        return wait
     if not hit.is_known:
         # It may not wait any longer.
-        hit = longest(lookups.jobs.manager, layout, state, computed, may_wait=False)
+        hit = _longest(lookups, state, computed, may_wait=False)
     leaving = lookups.leaving
     if leaving is not None and leaving.bring_back(state, hit.end) and (wait := _wait(lookups, state, computed)):
         return wait
@@ -126,37 +125,62 @@ def _look_up(lookups: Lookups, state: RequestState, computed: int) -> Match:
     return Match(lookups.contents, computed, tokens, hit.missed, junction=hit.junction, no_state=hit.no_state)
 
 
+def _longest(lookups: Lookups, state: RequestState, computed: int, may_wait: bool) -> Hit:
+    """If the request may not wait, only blocks that can be loaded now count, and lower tiers are not asked."""
+    context = state.context if may_wait else replace(state.context, may_wait=False)
+    return longest(HitSearch(lookups.jobs.manager, lookups.jobs.layout, state, computed, context))
+
+
 def _touch(lookups: Lookups, state: RequestState) -> None:
     """Counts one use of the request's blocks, and of the last state that it could continue from. States are kept at
     few boundaries: to a policy, those at all the others would be blocks that it has lost."""
-    if state.touched:
+    if state.lookup.was_touched:
         return
-    state.touched = True
+    state.lookup.was_touched = True
+    blocks = state.blocks
     if not lookups.jobs.layout.states:
-        lookups.jobs.manager.touch(state.blocks.keys_in_order(), state.context)
+        lookups.jobs.manager.touch(blocks.keys_in_order(), state.context)
         return
-    last = last_state(lookups.jobs.manager, lookups.jobs.layout, state)
-    used = state.blocks.used_keys([last] if last else [])
-    lookups.jobs.manager.touch(used, state.context, state.blocks.keys_in_order())
+    now = replace(state.context, may_wait=False)
+    last = last_state(HitSearch(lookups.jobs.manager, lookups.jobs.layout, state, 0, now))
+    lookups.jobs.manager.touch(blocks.used_keys([last] if last else []), state.context, blocks.keys_in_order())
+
+
+def _is_next_loading(lookups: Lookups, state: RequestState, computed: int) -> bool:
+    """Whether the first block that the request lacks, which it can have, is being loaded for another. If many
+    requests wait for the same load, this avoids searching further."""
+    if not lookups.keys_loading or not lookups.jobs.layout.full:
+        return False
+    g = lookups.jobs.layout.full[0]
+    return state.blocks.keys[g][computed // lookups.jobs.layout.block_tokens[g]] in lookups.keys_loading
+
+
+def _is_any_loading(lookups: Lookups, state: RequestState, computed: int, end: int) -> bool:
+    """Whether a block of the hit that ends at ``end`` is being loaded for another."""
+    if not lookups.keys_loading:
+        return False
+    loading, last = lookups.keys_loading.keys(), last_loadable(state, end)
+    needed = [lookups.jobs.layout.needed_blocks(g, computed, last) for g in range(len(lookups.jobs.layout.groups))]
+    pairs = zip(state.blocks.keys, needed, strict=True)
+    return any(not loading.isdisjoint(keys[span.start : span.stop]) for keys, span in pairs)
 
 
 def _wait(lookups: Lookups, state: RequestState, computed: int) -> Match | None:
-    """Returns an answer that makes the request ask again: when a load has started or ended, when the manager may
-    find more, or at the deadline. Returns None if the deadline is over, or if the request has waited
-    MAX_WAITS_PER_REQUEST times."""
-    if state.num_waits >= MAX_WAITS_PER_REQUEST:
+    """Returns an answer that makes the request ask again: when a load has started or ended, when the manager may find
+    more, or at the deadline. None if that is over, or the request has waited MAX_WAITS_PER_REQUEST times."""
+    lookup, now = state.lookup, lookups.clock()
+    if lookup.num_waits >= MAX_WAITS_PER_REQUEST:
         return None
-    now = lookups.clock()
-    if state.waiting_since is None:
-        state.waiting_since = now
-    deadline = state.waiting_since + lookups.deadline_s
-    return Match(lookups.jobs.changes.loads, computed, None, None, deadline) if now < deadline else None
+    if lookup.waiting_since is None:
+        lookup.waiting_since = now
+    deadline = lookup.waiting_since + lookups.deadline_s
+    return Match(lookups.jobs.changes.loads, computed, None, expires=deadline) if now < deadline else None
 
 
-def end_handover(lookups: Lookups, observer: RequestObserver, state: RequestState, num_found: int) -> None:
+def end_handover(lookups: Lookups, state: RequestState, num_found: int) -> None:
     """Notes how much of what was handed over to a request it has found."""
-    handover, awaited = state.handover, state.context.awaited
-    state.handover = None
+    observer, handover, awaited = lookups.jobs.observer, state.lookup.handover, state.context.awaited
+    state.lookup.handover = None
     if handover is None or awaited is None:
         return
     if not awaited.keys:
@@ -170,3 +194,173 @@ def end_handover(lookups: Lookups, observer: RequestObserver, state: RequestStat
         if lookups.patience.is_lost(handover.server):
             observer.warn(NOTHING_COMES)
     observer.metrics.add("handovers", label=result)
+
+
+class Hit(NamedTuple):
+    """The longest hit of a request."""
+
+    end: int
+    """Up to this token, every group has the blocks that the request needs to continue there."""
+    missed: OffloadKey | None
+    """The first key that was missing for more."""
+    is_known: bool
+    """False: a lower tier has not answered yet, and the hit may become longer."""
+    junction: int = 0
+    """The last position behind ``end`` up to which host memory has the blocks but not the states."""
+    no_state: OffloadKey | None = None
+    """A state behind ``end`` that no tier has either: without it, blocks in lower tiers are of no use."""
+
+
+class HitSearch(NamedTuple):
+    """What is asked about a request with ``computed`` tokens on the device."""
+
+    manager: OffloadingManager
+    layout: KeyLayout
+    state: RequestState
+    computed: int
+    context: ReqContext
+
+
+def longest(search: HitSearch) -> Hit:
+    """Returns the longest hit of a request.
+
+    Full-attention groups need every block from ``computed`` on, the others only those that the next token attends
+    to, and states exactly the one at its end. Each group's answer shortens the next one's question until all agree.
+    """
+    end = most_end(search.layout, search.state)
+    if not search.layout.states:
+        return _agreed(search, end)
+    hit = _with_states(search, end)
+    return _explained(search, hit, end) if hit.is_known and hit.end < end else hit
+
+
+def last_state(search: HitSearch) -> int:
+    """Returns the last position at which the request could continue from a state, 0 if there is none. The first
+    state group answers for all; other blocks are not looked at."""
+    layout, first = search.layout, search.layout.states[0]
+    keys = layout.boundary_keys(first, search.state.blocks.keys[first], 0, most_end(layout, search.state))
+    return (last_possible(search.manager.lookup_each(keys, search.context, Need.LAST)) + 1) * layout.align
+
+
+def _with_states(search: HitSearch, end: int) -> Hit:
+    """Returns the longest hit up to ``end``, with states at its end. These come first: few are kept, and blocks
+    behind the last one are of no use."""
+    computed, no_state = search.computed, None
+    while end > computed:
+        end, is_known, lacking = _last_states(search, end)
+        no_state = lacking or no_state
+        if end <= computed:
+            break
+        hit = _agreed(search, end)
+        if not hit.is_known or (hit.end == end and not is_known):
+            return Hit(computed, hit.missed, False)
+        if hit.end == end:
+            return Hit(end, hit.missed, True, no_state=no_state)
+        end, no_state = hit.end, None
+    return Hit(computed, None, True, no_state=no_state)
+
+
+def _explained(search: HitSearch, hit: Hit, limit: int) -> Hit:
+    """Returns ``hit``, which ends before ``limit``, with what is missing behind it: a block, or the states."""
+    layout, lookup = search.layout, search.state.lookup
+    now = search._replace(computed=hit.end, context=replace(search.context, may_wait=False))
+    behind = _agreed(now, limit)
+    junction, missed = behind.end if layout.full else hit.end, behind.missed
+    if junction > hit.end or missed is None:
+        boundary = max(junction, (hit.end // layout.align + 1) * layout.align)
+        keys = [search.state.blocks.keys[g][layout.last_within(g, boundary)] for g in layout.states]
+        missed = next(compress(keys, search.manager.lookup_each(keys, now.context) != HIT), None)
+    # After a wait, a state may be missing because it did not come in time.
+    is_sure = search.context.may_wait and lookup.waiting_since is None and lookup.num_waits == 0
+    return Hit(hit.end, missed, True, junction, hit.no_state if is_sure else None)
+
+
+def _last_states(search: HitSearch, end: int) -> tuple[int, bool, OffloadKey | None]:
+    """Returns the last position up to ``end`` at which no state is certainly missing, ``computed`` if there is
+    none; whether all states are there; and the key of a state that is missing for more."""
+    layout, blocks, lacking = search.layout, search.state.blocks, None
+    first, *others = layout.states
+    start = search.computed // layout.align * layout.align
+    while end > search.computed:
+        keys = layout.boundary_keys(first, blocks.keys[first], start, end)
+        found = search.manager.lookup_each(keys, search.context, Need.LAST)
+        last = last_possible(found)
+        if last < len(keys) - 1:
+            lacking = keys[-1]
+        end = start + (last + 1) * layout.align
+        if last < 0:
+            break
+        rest = [blocks.keys[g][layout.last_within(g, end)] for g in others]
+        others_found = search.manager.lookup_each(rest, search.context)
+        absent = np.flatnonzero((others_found != HIT) & (others_found != RETRY))
+        if not len(absent):
+            return end, bool(found[last] == HIT and (others_found == HIT).all()), lacking
+        lacking = rest[int(absent[0])]
+        end -= layout.align
+    return search.computed, True, lacking
+
+
+def _agreed(search: HitSearch, end: int) -> Hit:
+    """Returns the longest hit up to ``end`` of the groups that have KV."""
+    layout, keys, computed = search.layout, search.state.blocks.keys, search.computed
+    known, missed, asked = False, None, None
+    while not known and asked != end:
+        # An answer is not waited for if another group has none of the blocks that it is about.
+        known, asked = True, end
+        for g in layout.full:
+            size = layout.block_tokens[g]
+            first = computed // size
+            if first * size >= end:
+                continue
+            hits = search.manager.lookup(keys[g][first : end // size], search.context)
+            if hits is None:
+                # The other groups are asked at once, so that the blocks of all of them are read at the same time.
+                known = False
+            elif (first + hits) * size < end:
+                found = (first + hits) * size
+                end, missed = found // layout.align * layout.align, keys[g][found // size]
+    while known and end > computed and (gap := _first_gap(search, end)) is not None:
+        start, g, ordinal, is_missing = gap
+        missed, known = keys[g][ordinal], is_missing
+        end = start // layout.align * layout.align
+    return Hit(max(end, computed), missed, True) if known else Hit(computed, missed, False)
+
+
+def _first_gap(search: HitSearch, end: int) -> tuple[int, int, int, bool] | None:
+    """The first missing block that a window needs in order to continue at ``end``, in the group whose hit ends
+    soonest for it; every hit that reaches past that block needs it too. A block whose state is not known yet counts
+    only if no other is certainly missing. Returns the token at which it begins, its group, its ordinal, and whether
+    it is certainly missing."""
+    layout, gaps, unknown = search.layout, [], None
+    for g in layout.windows:
+        needed = layout.needed_blocks(g, search.computed, last_loadable(search.state, end))
+        keys = search.state.blocks.keys[g][needed.start : needed.stop]
+        states = search.manager.lookup_each(keys, search.context)
+        for i in np.flatnonzero(states != HIT).tolist():
+            gap = (needed[i] * layout.block_tokens[g], g, needed[i], bool(states[i] != RETRY))
+            if gap[-1]:
+                gaps.append(gap)
+                break
+            unknown = unknown or gap
+    return min(gaps) if gaps else unknown
+
+
+def last_possible(states: States) -> int:
+    """Returns the index of the last block that can be loaded now, or perhaps later; -1 if there is none."""
+    possible = np.flatnonzero((states == HIT) | (states == RETRY))
+    return int(possible[-1]) if len(possible) else -1
+
+
+def most_end(layout: KeyLayout, state: RequestState) -> int:
+    """Returns the end of the longest hit that the request could have."""
+    # One token is left to compute. KV before it can be loaded, but a state cannot go back by a token.
+    num_tokens = state.request.num_tokens
+    end = min(state.options.max_tokens, num_tokens - 1 if layout.states else num_tokens)
+    for keys, size in zip(state.blocks.keys, layout.block_tokens, strict=True):
+        end = min(end, len(keys) * size)
+    return end // layout.align * layout.align
+
+
+def last_loadable(state: RequestState, end: int) -> int:
+    """Returns the end of the part of a hit that is loaded: at least one token is left to compute."""
+    return min(end, state.request.num_tokens - 1)

@@ -46,9 +46,13 @@ class StepMeta:
     """The id of a job that compares all weights with those accepted before this epoch, and fails if they differ."""
 
     def before_forward(self) -> Set[int]:
-        """Returns those of ``stores`` that begin before the step's forward pass, because their device blocks have left
-        their requests."""
+        """Returns those of ``stores`` that begin before the forward pass: their device blocks have left their
+        requests."""
         return self.stores.keys() & chain(self.fences, *self.load_after.values())
+
+
+COPIED = ("store_bytes", "store_seconds", "load_bytes", "load_seconds")
+"""Numbers of a WorkerReport that add up, in it and in metrics."""
 
 
 @dataclass(slots=True)
@@ -81,11 +85,9 @@ class WorkerReport:
             self.answers.setdefault(question, []).extend(digests)
         for number, seen in other.adapters.items():
             self.adapters.setdefault(number, set()).update(seen)
+        for name in COPIED:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
         self.failed |= other.failed
         self.broken |= other.broken
         self.changed_at = max(self.changed_at, other.changed_at)
-        self.store_bytes += other.store_bytes
-        self.load_bytes += other.load_bytes
-        self.store_seconds += other.store_seconds
-        self.load_seconds += other.load_seconds
         return self

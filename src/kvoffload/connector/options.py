@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeAlias
 
 import xxhash
@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 PARAM = "kvoffload"
 """The key under which ``kv_transfer_params`` holds a request's options."""
+NEVER = 1 << 62
+"""More tokens than any request has."""
 MAX_TENANT_CHARS = 128
 MAX_SESSION_CHARS = 256
 """Characters of the name of a session."""
@@ -36,23 +38,16 @@ def _is_number(most: float) -> Callable[[Any], bool]:
     return lambda value: type(value) in (int, float) and 0 <= value <= most
 
 
-OPTIONS: Mapping[str, Callable[[Any], bool]] = {
-    "store": lambda value: type(value) is bool,
-    "load": lambda value: type(value) is bool,
-    "max_tokens": lambda value: type(value) is int and value >= 0,
-    "session": lambda value: isinstance(value, str) and 0 < len(value) <= MAX_SESSION_CHARS,
-    "drop": lambda value: type(value) is bool,
-    "expect_return_s": _is_number(MAX_EXPECTED_S),
-    "p_return": _is_number(1),
-    "retain_s": _is_number(MAX_RETAIN_S),
-    "tenant": lambda value: type(value) is str and 0 < len(value) <= MAX_TENANT_CHARS and value.isprintable(),
-    "handover": is_handover,
-}
-"""Every option of ``kv_transfer_params["kvoffload"]``, and whether a value is valid."""
+def _is_bool(value: Any) -> bool:
+    return type(value) is bool
+
+
+def _option(default: Any, is_valid: Callable[[Any], bool]) -> Any:
+    return field(default=default, metadata={"is_valid": is_valid})
+
+
 LIMITS = {"store", "load", "max_tokens"}
 """Options with which a client cannot allow what its engine forbids: the lower value counts."""
-
-
 EngineOptions: TypeAlias = Callable[[Request], Mapping[str, object]]
 """Returns options of a request that its engine knows, such as its session. They are checked as those of clients."""
 
@@ -62,26 +57,26 @@ class RequestOptions:
     """``kv_transfer_params["kvoffload"]``, a mapping with any of OPTIONS, and
     ``kv_transfer_params["do_remote_decode"]``."""
 
-    store: bool = True
+    store: bool = _option(True, _is_bool)
     """Whether its KV may be stored."""
-    load: bool = True
+    load: bool = _option(True, _is_bool)
     """Whether stored KV may be looked up and loaded for it."""
-    max_tokens: int | None = None
-    """The number of its first tokens that may be stored and loaded; None: all."""
-    session: str | None = None
+    max_tokens: int = _option(NEVER, lambda value: type(value) is int and value >= 0)
+    """The number of its first tokens that may be stored and loaded."""
+    session: str | None = _option(None, lambda value: isinstance(value, str) and 0 < len(value) <= MAX_SESSION_CHARS)
     """The name of its conversation or agent."""
-    drop: bool = False
+    drop: bool = _option(False, _is_bool)
     """Whether it is the last one of its session."""
-    expect_return_s: float | None = None
+    expect_return_s: float | None = _option(None, _is_number(MAX_EXPECTED_S))
     """Seconds from its end to the next one of its session."""
-    p_return: float | None = None
+    p_return: float | None = _option(None, _is_number(1))
     """The probability that there is a next one of its session."""
-    retain_s: float | None = None
+    retain_s: float | None = _option(None, _is_number(MAX_RETAIN_S))
     """Seconds after its end for which its blocks are to be retained; 0: they need not be any more."""
-    tenant: str | None = None
+    tenant: str | None = _option(None, lambda v: type(v) is str and 0 < len(v) <= MAX_TENANT_CHARS and v.isprintable())
     """Whose request it is; None: its ``cache_salt`` may say."""
-    handover: Mapping[str, Any] | None = None
-    """What another server hands over to it, see ``Handover.from_option``."""
+    handover: Mapping[str, Any] | None = _option(None, is_handover)
+    """What another server hands over to it, see ``is_handover``."""
     remote_decode: bool = False
     """Whether a decoder elsewhere reads its KV when it is done."""
     is_passed_on: bool = False
@@ -137,6 +132,10 @@ class RequestOptions:
         return Hints(session, self.drop, self.expect_return_s, self.p_return, self.retain_s)
 
 
+OPTIONS: Mapping[str, Callable[[Any], bool]] = {
+    each.name: each.metadata["is_valid"] for each in fields(RequestOptions) if each.metadata
+}
+"""Every option of ``kv_transfer_params["kvoffload"]``, and whether a value is valid."""
 DEFAULT = RequestOptions()
 
 

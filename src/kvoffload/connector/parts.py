@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, repeat
+from operator import mul
 from typing import Any
 
 from kvoffload.abc import BoundaryState, KVGroup, PageGroup, ScheduledStep
@@ -34,8 +35,7 @@ PAGE_ALIGNMENT = 16
 class Parts:
     """Into how many parts the blocks of each KV cache group are divided: ``counts``, the same on every rank.
 
-    The parts of a group follow one another, in the order of the groups. Where nothing is divided, all methods return
-    what they were given.
+    The parts of a group follow one another, in the order of the groups.
     """
 
     counts: tuple[int, ...]
@@ -64,14 +64,10 @@ class Parts:
 
     def tables(self, tables: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
         """Returns one block table per part: that of its group, not a copy of it."""
-        if not self.is_divided:
-            return tables
         return [table for table, count in zip(tables, self.counts, strict=True) for _ in range(count)]
 
     def step(self, step: ScheduledStep) -> ScheduledStep:
         """Returns the step with one block table per part, and each boundary state once per part of its group."""
-        if not self.is_divided:
-            return step
         ends = tuple(accumulate(self.counts))
         return dataclasses.replace(
             step,
@@ -91,8 +87,7 @@ class Parts:
         return [part for group, count in zip(groups, self.counts, strict=True) for part in _cut(group, count)]
 
     def slot_bytes(self, groups: Sequence[KVGroup], device_block_bytes: Sequence[int]) -> int:
-        """Returns the bytes of a slot for the parts of a rank whose device blocks have ``device_block_bytes`` in each
-        group."""
+        """Returns the bytes of a slot for the parts of a rank with ``device_block_bytes`` in each group."""
         sizes = zip(groups, device_block_bytes, self.counts, strict=True)
         return padded_slot_bytes(max(1, *(part_bytes(size, n) * group.block_size_factor for group, size, n in sizes)))
 
@@ -164,13 +159,13 @@ def plan_parts(groups: Sequence[KVGroup], ranks: Sequence[Sequence[int]]) -> Par
         slot_bytes = sum(parts.slot_bytes(groups, sizes) * n for sizes, n in by_rank.items())
         waste = 0.0
         for mix in mixes:
-            used, num_slots = _sum_of_products(mix, block_bytes), _sum_of_products(mix, counts)
+            used, num_slots = sum(map(mul, mix, block_bytes)), sum(map(mul, mix, counts))
             if used:
                 waste = max(waste, 1 - used / (num_slots * slot_bytes))
         return PartPlan(parts, tuple(block_bytes), slot_bytes, waste)
 
     def num_slots(plan: PartPlan) -> float:
-        return _sum_of_products(weights, plan.parts.counts)
+        return float(sum(map(mul, weights, plan.parts.counts)))
 
     whole = plan((1,) * len(groups))
     # If the ranks have different blocks, their slots cannot all be full: one of these divisions is good on average.
@@ -184,10 +179,6 @@ def plan_parts(groups: Sequence[KVGroup], ranks: Sequence[Sequence[int]]) -> Par
         # More parts for less than a hundredth of the pool are not worth their cost.
         best = min(plans, key=lambda each: (round(each.waste, 2), num_slots(each)))
     return dataclasses.replace(best, waste_of_whole=whole.waste)
-
-
-def _sum_of_products(left: Sequence[float], right: Sequence[int]) -> float:
-    return sum(a * b for a, b in zip(left, right, strict=True))
 
 
 def _divisions(groups: Sequence[KVGroup], device_block_bytes: Sequence[int]) -> Iterator[tuple[int, ...]]:

@@ -54,8 +54,15 @@ class Ranks:
         for gather in self.gathers:
             try:
                 parts = within(deadline_s, partial(gather, values))
+            except TimeoutError as error:
+                raise own or ConfigError(
+                    fault=f"some rank has not registered its KV cache within {deadline_s:g} s",
+                    fix="its log says why, unless kvoffload is not configured there: give every node the same "
+                    "--kv-transfer-config",
+                ) from error
             except Exception as error:
-                raise (own or _no_answer(error, deadline_s)) from error
+                fault = f"the connection to the other ranks broke ({error})"
+                raise own or ConfigError(fault=fault, fix="their logs say why") from error
             values = [value for part in parts for value in part]
         if own is not None:
             raise own
@@ -63,17 +70,6 @@ class Ranks:
             if error_text:
                 raise ConfigError(f"rank {rank} cannot start: {error_text}")
         return [value for value, _ in values]  # type: ignore[misc]
-
-
-def _no_answer(error: Exception, deadline_s: float) -> ConfigError:
-    """Returns what to say if the exchange with the other ranks has ended with ``error``."""
-    if isinstance(error, TimeoutError):
-        return ConfigError(
-            fault=f"some rank has not registered its KV cache within {deadline_s:g} s",
-            fix="its log says why, unless kvoffload is not configured there: give every node the same "
-            "--kv-transfer-config",
-        )
-    return ConfigError(fault=f"the connection to the other ranks broke ({error})", fix="their logs say why")
 
 
 class LayerPages(NamedTuple):
@@ -178,9 +174,7 @@ def join(shares: Sequence[KVShare], kv_groups: Sequence[KVGroup], rank: int, sta
         return "the KV cache groups have blocks of different sizes, which are divided"
     before = stages[: rank // stage_ranks]
     return CanonicalRows(
-        layers,
-        row_bytes,
-        tuple(sum(_bytes(stage[g]) for stage in before) for g in range(len(groups))),
+        layers, row_bytes, tuple(sum(_bytes(stage[g]) for stage in before) for g in range(len(groups)))
     )
 
 

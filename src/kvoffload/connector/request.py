@@ -1,28 +1,35 @@
-"""The state of one request: which device blocks it holds, which of its blocks are stored, whether it waits."""
+"""The requests of the scheduler half: what it knows about each, and those in the engine's queue."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from itertools import zip_longest
 from operator import mul
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvoffload.abc import Awaited, BlockHash, OffloadKey, ReqContext, Request
+from kvoffload.abc import BlockHash, OffloadingManager, OffloadKey, ReqContext, Request, TieredManager
 from kvoffload.cache.tenants import Tenants
-from kvoffload.connector.adapters import NO_ADAPTER, Adapter, Digests, variant
+from kvoffload.connector.adapters import NO_ADAPTER, Adapter, AdapterDigests, Digests, variant
 from kvoffload.connector.handover import Handover
 from kvoffload.connector.layout import NULL_BLOCK, Block, KeyLayout
-from kvoffload.connector.options import RequestOptions
+from kvoffload.connector.options import NEVER, RequestOptions
 from kvoffload.observe.records import RequestRecord
 from kvoffload.observe.spans import TracedRequest
 
-NEVER = 1 << 62
-"""More tokens than any request has."""
+if TYPE_CHECKING:
+    from kvoffload.connector.engine import EngineSpec
+    from kvoffload.connector.resets import BlockOrigins
+
 MAX_BLOCKS_PER_STEP = 8192
 """Blocks per request and group that one step stores. A step computes fewer, so only a very long hit in the engine's own
 cache takes several steps to be stored, and none of them takes long."""
+MAX_QUEUED = 1024
+"""Requests that are noted. Those that come while there are more are not read ahead."""
+NEW_PER_STEP = 4
+"""For so many requests reading ahead begins in a step, so that a step with many new requests takes little longer."""
 
 
 class Phase(Enum):
@@ -68,9 +75,9 @@ class Match:
     change: int
     """``Lookups.contents`` at the lookup; if the request waits, ``Changes.loads``."""
     computed: int
-    tokens: int | None
+    tokens: int | None = 0
     """How many tokens can be loaded. None: the request waits, for the load of another or for an answer."""
-    missed: OffloadKey | None
+    missed: OffloadKey | None = None
     """The first block that was missing for more."""
     expires: float = float("inf")
     junction: int = 0
@@ -79,44 +86,45 @@ class Match:
 
 
 @dataclass(slots=True, eq=False)
-class RequestState:
-    """What the scheduler half knows about one request."""
+class RequestLookup:
+    """What lookups remember of a request."""
 
-    request: Request
-    context: ReqContext
-    options: RequestOptions
-    blocks: RequestBlocks
-    adapter: Adapter | None = None
-    digests: Digests | None = None
-    """The digests of its adapter for which its keys stand; None as long as they are not known."""
-    has_given_up: bool = False
-    """Whether nothing is loaded or stored for it: its adapter is not known or has changed, or it may drop tokens."""
-    tenant: str | None = None
-    """Its tenant in metrics; None without configured tenants."""
-    phase: Phase = Phase.WAITING
-    storing: Storing = Storing.ALLOWED
-    may_load: bool = True
     match: Match | None = None
+    handover: Handover | None = None
+    """What another server hands over to it."""
     waiting_since: float | None = None
     """When the wait in progress began. Since then the engine was answered to ask again."""
     num_waits: int = 0
     """Waits that have ended since it was last given device blocks."""
     waited_s: float = 0.0
-    """How long these took, in seconds."""
     was_brought_back: bool = False
     """Whether blocks that the engine has forgotten on the device were stored for it."""
-    touched: bool = False
+    was_touched: bool = False
     """Whether its use was counted, which happens once."""
-    has_ended: bool = False
-    """Whether its request has ended, and the stores of its last blocks have begun."""
-    state_ends: Collection[int] = ()
-    """When it has ended: where it has continued from a state, and where states of it are kept."""
-    computed_at_load: int = 0
-    """Tokens that the device held when blocks were last allocated to it."""
+
+    def end_wait(self) -> None:
+        """Ends the wait in progress; waits count from zero again."""
+        self.waiting_since, self.num_waits, self.waited_s = None, 0, 0.0
+
+
+@dataclass(slots=True, eq=False)
+class FilledBlocks:
+    """What was in the device blocks of a request before it has computed."""
+
+    computed: int = 0
+    """Tokens that the device held when blocks were last allocated."""
     loaded_end: int = 0
     """The token with which its last load ended, if that has not failed; 0 if it has loaded nothing since."""
-    num_jobs: int = 0
-    """Jobs in progress."""
+    of_others: frozenset[int] = frozenset()
+    """Device blocks that another connector may be filling, before it was scheduled with them."""
+
+
+@dataclass(slots=True, eq=False)
+class ObservedRequest:
+    """What the observer notes of a request."""
+
+    tenant: str | None
+    """Its tenant in metrics; None without configured tenants."""
     arrived: float = 0.0
     """When it was first looked up, in seconds since 1970."""
     record: RequestRecord | None = None
@@ -127,42 +135,41 @@ class RequestState:
     """The tokens of its prompt that were computed, and in how many seconds, if that was measured."""
     traced: TracedRequest | None = None
     """What its spans will say, if it has a trace and they have not been made."""
-    handover: Handover | None = None
-    """What another server hands over to it."""
-    of_others: frozenset[int] = frozenset()
-    """Device blocks that another connector may be filling, before it was scheduled with them."""
+    has_ended: bool = False
+    """Whether its request has ended, and the stores of its last blocks have begun."""
 
-    @classmethod
-    def new(
-        cls,
-        request: Request,
-        layout: KeyLayout,
-        tenants: Tenants,
-        most_blocks: Callable[[OffloadKey], int],
-        engine_options: Mapping[str, object] | None = None,
-        adapter: Adapter | None = None,
-        has_adapters: bool = False,
-    ) -> RequestState:
-        """``most_blocks``: see OffloadingManager. ``has_adapters``: whether the engine serves any."""
-        params = request.kv_transfer_params
-        options = RequestOptions.from_params(params, engine_options)
-        tenant = tenants.of(options.tenant, getattr(request, "cache_salt", None))
-        longest = layout.longest_chain(most_blocks(tenant.namespace))
-        most = NEVER if options.max_tokens is None else options.max_tokens
-        namespace = tenant.namespace + NO_ADAPTER if has_adapters else tenant.namespace
-        blocks = RequestBlocks(request, layout, namespace, most, min(most, longest))
-        hints = options.hints(tenant.namespace)
-        context = ReqContext(request.request_id, params, hints=hints, goes_on=options.remote_decode)
-        handover = None if options.handover is None else Handover.from_option(options.handover)
-        return cls(
-            request, context, options, blocks, adapter, tenant=tenant.label, may_load=options.load, handover=handover
-        )
+    def usage(self) -> dict[str, Any]:
+        """Returns what the request has found and had retained, for its client; nothing before it has a record."""
+        if (record := self.record) is None:
+            return {}
+        found = {name: getattr(record, name) for name in ("device_tokens", "host_tokens", "saved_s", "retained_tokens")}
+        retention = {"retained_in": record.retained_in, "retain_refused": record.retain_refused}
+        said = {name: str(value) for name, value in retention.items() if value is not None}
+        return {**found, "tier_tokens": dict(record.tier_tokens), **said}
 
-    @property
-    def origin(self) -> Digests | None:
-        """The digests of the adapter that computes its KV, none for the model alone; None if they are not known, or its
-        block hashes may be of tokens that it has dropped. Its keys cannot be made then."""
-        return frozenset() if self.adapter is None and not self.has_given_up else self.digests
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """What the scheduler half knows about one request."""
+
+    request: Request
+    context: ReqContext
+    options: RequestOptions
+    blocks: RequestBlocks
+    observed: ObservedRequest
+    adapter: Adapter | None
+    origin: Digests | None
+    """The digests of the adapter that computes its KV, for which its keys stand, none for the model alone. None if they
+    are not known, or its block hashes may be of tokens that it has dropped: it has no keys then."""
+    lookup: RequestLookup = field(default_factory=RequestLookup)
+    filled: FilledBlocks = field(default_factory=FilledBlocks)
+    has_given_up: bool = False
+    """Whether nothing is loaded or stored for it: its adapter is not known or has changed, or it may drop tokens."""
+    phase: Phase = Phase.WAITING
+    storing: Storing = Storing.ALLOWED
+    may_load: bool = True
+    num_jobs: int = 0
+    """Jobs in progress."""
 
     @property
     def may_store(self) -> bool:
@@ -172,17 +179,18 @@ class RequestState:
     def has_copied_part(self) -> bool:
         """Whether its computed tokens end within a device block that it has not loaded: the engine has copied a part of
         a block, which may be of any origin."""
-        return self.loaded_end != self.request.num_computed_tokens and not self.blocks.are_computed_whole()
+        computed = self.request.num_computed_tokens
+        return self.filled.loaded_end != computed and any(computed % n for n in self.blocks.layout.device_block_sizes)
 
     def bind(self, digests: Digests) -> None:
         """Makes its keys stand for these bytes of its adapter."""
-        self.digests = digests
+        self.origin = digests
         self.blocks.namespace = self.blocks.namespace[: -len(NO_ADAPTER)] + variant(digests)
 
     def give_up(self) -> None:
         """Loads and stores nothing more for it."""
         self.options = replace(self.options, load=False, store=False)
-        self.may_load, self.digests, self.match = False, None, None
+        self.may_load, self.origin, self.lookup.match = False, None, None
         self.has_given_up = True
 
     def extend_keys(self) -> bool:
@@ -192,63 +200,35 @@ class RequestState:
             self.storing = Storing.ALLOWED
         return is_same
 
-    def await_blocks(self, now: float, seconds: float) -> None:
-        """Makes its lookups wait for what is handed over to it, from ``now`` on, if its own keys are those."""
-        handover = self.handover
-        if handover is not None and self.context.awaited is None:
-            keys = handover.keys(self.blocks.layout, self.blocks.keys)
-            awaited = Awaited(keys or frozenset(), handover.places, now, now + seconds)
-            self.context = replace(self.context, awaited=awaited)
-
     def take_match(self) -> Match | None:
         """Called when device blocks were allocated. Returns the lookup that the engine has acted on; None if there was
         none since blocks were last allocated."""
-        match, self.match = self.match, None
+        match, self.lookup.match = self.lookup.match, None
         self.phase = Phase.RUNNING
-        self.computed_at_load = 0 if match is None else match.computed
-        self.loaded_end = 0
+        self.filled.computed = 0 if match is None else match.computed
+        self.filled.loaded_end = 0
         if match is not None:
             self.blocks.loaded = None
         return match
 
-    def usage(self) -> dict[str, Any]:
-        """Returns what it has found and had retained, for the answer to its client; nothing before it has a record."""
-        if (record := self.record) is None:
-            return {}
-        found = {name: getattr(record, name) for name in ("device_tokens", "host_tokens", "saved_s", "retained_tokens")}
-        retention = {"retained_in": record.retained_in, "retain_refused": record.retain_refused}
-        said = {name: str(value) for name, value in retention.items() if value is not None}
-        return {**found, "tier_tokens": dict(record.tier_tokens), **said}
-
-    def end_wait(self) -> None:
-        """Ends the wait in progress; waits count from zero again."""
-        self.waiting_since, self.num_waits, self.waited_s = None, 0, 0.0
-
     def lose_blocks(self, has_new_ones: bool) -> None:
-        """Called when the request was preempted. ``has_new_ones``: device blocks were allocated to it again in the
-        meantime."""
+        """Called when the request was preempted. ``has_new_ones``: device blocks were allocated to it again since."""
         self.blocks.clear_tables()
         if self.storing is Storing.STALE:
             self.storing = Storing.ALLOWED
             self.blocks.restart_stores()
         if not has_new_ones:
             self.blocks.loaded = None
-            self.match = None
+            self.lookup.match = None
             if self.phase is Phase.RUNNING:
                 self.phase = Phase.WAITING
 
-    def forget_stores(self, unfinished: Collection[OffloadKey]) -> None:
-        """Called after a reset: none of its blocks is stored any more, and KV computed so far must not be stored.
-        ``unfinished`` stores count as failed."""
-        self.match = None
-        self.discard_stored(unfinished)
+    def forget_stores(self) -> None:
+        """Called after a reset: none of its blocks is stored any more, and KV computed so far must not be stored."""
+        self.lookup.match = None
         self.blocks.stored.clear()
         self.blocks.restart_stores()
         self.storing = Storing.ALLOWED if self.phase is Phase.WAITING else Storing.STALE
-
-    def discard_stored(self, keys: Collection[OffloadKey]) -> None:
-        """Called when a store of ``keys`` has failed."""
-        self.blocks.stored = [key for key in self.blocks.stored if key not in keys]
 
 
 @dataclass(slots=True, eq=False)
@@ -259,8 +239,6 @@ class RequestBlocks:
     layout: KeyLayout
     namespace: bytes
     """What precedes its block hashes in keys."""
-    max_tokens: int
-    """No more than this number of its first tokens are loaded."""
     max_stored_tokens: int
     """No more than this number of its first tokens are stored."""
     keys: tuple[list[OffloadKey], ...] = field(init=False)
@@ -273,6 +251,8 @@ class RequestBlocks:
     """Blocks that came from the host, which are not stored again; None if there are none."""
     stored: list[OffloadKey] = field(default_factory=list)
     """What the request has stored itself."""
+    state_ends: Collection[int] = ()
+    """When it has ended: where it has continued from a state, and where states of it are kept."""
     store_at: int = 0
     """No block becomes due before this many tokens are computed."""
     stored_end: int = 0
@@ -306,7 +286,7 @@ class RequestBlocks:
         )
         if has_changed or layout.ahead:
             # No hash may cover the tokens after a block yet.
-            is_same = self._are_same(range(len(self.keys)) if has_changed else layout.ahead)
+            is_same = not self.has_other_tokens(None if has_changed else layout.ahead)
             if not is_same:
                 self.keys = tuple([] for _ in layout.groups)
                 self.restart_stores()
@@ -317,21 +297,16 @@ class RequestBlocks:
             layout.extend_keys(g, keys, request, self.namespace)
         return is_same
 
-    def has_other_tokens(self) -> bool:
-        """Whether the engine has taken tokens back, and given others, since the keys were made."""
-        return not self._are_same(range(len(self.keys)))
-
-    def _are_same(self, groups: Iterable[int]) -> bool:
-        """Whether all keys of ``groups`` made so far are those of the request's present tokens."""
+    def has_other_tokens(self, groups: Iterable[int] | None = None) -> bool:
+        """Whether the engine has taken tokens back, and given others, since the keys of ``groups`` (all) were made."""
         layout, request = self.layout, self.request
-        for g in groups:
-            keys = self.keys[g]
-            num_keys = len(keys)
+        for g in range(len(self.keys)) if groups is None else groups:
+            last, num_keys = self.keys[g][-1:], len(self.keys[g])
             if num_keys > layout.num_named(g, request):
-                return False
-            if keys and keys[-1] != layout.key(g, num_keys - 1, request, self.namespace):
-                return False
-        return True
+                return True
+            if last and last[0] != layout.key(g, num_keys - 1, request, self.namespace):
+                return True
+        return False
 
     def keys_in_order(self) -> list[OffloadKey]:
         """Returns all keys so far, by the position at which their blocks end: groups lose their tails together."""
@@ -351,14 +326,14 @@ class RequestBlocks:
             merged[before:before] = [self.keys[g][i] for g, i in last if 0 <= i < len(self.keys[g])]
         return merged
 
-    def computed_keys(self, state_ends: Collection[int]) -> list[OffloadKey]:
+    def computed_keys(self) -> list[OffloadKey]:
         """Returns the keys of ``used_keys`` whose blocks are computed and may be stored."""
         layout, most = self.layout, min(self.request.num_computed_tokens, self.max_stored_tokens)
         ends = [layout.num_final(g, min(most, self.request.num_tokens)) for g in range(len(self.keys))]
         if len(self.keys) == 1:
             return self.keys[0][: ends[0]]
         wanted = {key for keys, end in zip(self.keys, ends, strict=True) for key in keys[:end]}
-        return [key for key in self.used_keys(state_ends) if key in wanted]
+        return [key for key in self.used_keys(self.state_ends) if key in wanted]
 
     def _merged(self, groups: Collection[int]) -> list[OffloadKey]:
         """Returns the keys of ``groups``, by the position at which their blocks end."""
@@ -375,15 +350,8 @@ class RequestBlocks:
         return [self.keys[g][i] for _, g, i in ends]
 
     def add_to_tables(self, tables: Sequence[Sequence[int]]) -> None:
-        if len(tables) == len(self.tables) == 1:
-            self.tables[0].extend(tables[0])
-            return
         for mine, new in zip(self.tables, tables, strict=True):
             mine.extend(new)
-
-    def are_computed_whole(self) -> bool:
-        """Whether the computed tokens end with a device block of each group."""
-        return not any(self.request.num_computed_tokens % size for size in self.layout.device_block_sizes)
 
     def replace_tables(self, tables: Sequence[Sequence[int]]) -> tuple[list[Sequence[int]], tuple[Sequence[int], ...]]:
         """Takes a whole new table per group. Returns the device blocks of computed tokens, and the others."""
@@ -417,7 +385,7 @@ class RequestBlocks:
             if g in layout.states:
                 ends.append(first)
                 continue
-            keys, table, factor = self.keys[g], self.tables[g], layout.factors[g]
+            keys, table, factor = self.keys[g], self.tables[g], layout.groups[g].block_size_factor
             num_whole = min(layout.num_final(g, tokens), most // layout.block_tokens[g], len(keys))
             end = min(num_whole, len(table) // factor, first + MAX_BLOCKS_PER_STEP)
             if end <= first:
@@ -465,3 +433,84 @@ class RequestBlocks:
         layout = self.layout
         end = (self.next_store[g] + 1) * layout.block_tokens[g]
         return NEVER if g in layout.states or end > self.max_stored_tokens else end
+
+
+@dataclass(eq=False)
+class QueuedRequests:
+    """Makes the states of requests. Those that the engine has announced, and does not look up in its next step, are
+    announced to a manager with lower tiers in the order in which they came. Models with several KV cache groups, and
+    requests with adapters, are left out."""
+
+    manager: OffloadingManager
+    engine: EngineSpec
+    tenants: Tenants
+    adapters: AdapterDigests | None
+    sound: BlockOrigins
+    requests: dict[str, Request] = field(default_factory=dict)
+    """By id. Read only for others."""
+    new: deque[Request] = field(default_factory=deque)
+    """Those that no step has followed yet, and some that were taken. Read only for others."""
+    _states: dict[str, RequestState] = field(default_factory=dict)
+    """Of those that the manager expects."""
+
+    def make(self, request: Request) -> RequestState:
+        """Returns the state of a new request."""
+        engine, adapters, params = self.engine, self.adapters, request.kv_transfer_params
+        known = None if engine.engine_options is None else engine.engine_options(request)
+        options = RequestOptions.from_params(params, known)
+        if engine.is_beside_others:
+            options = replace(options, remote_decode=False)
+        tenant = self.tenants.of(options.tenant, getattr(request, "cache_salt", None))
+        most = engine.layout.longest_chain(self.manager.most_blocks(tenant.namespace))
+        namespace = tenant.namespace if adapters is None else tenant.namespace + NO_ADAPTER
+        hints = options.hints(tenant.namespace)
+        adapter = None if adapters is None else adapters.begin(request)
+        state = RequestState(
+            request,
+            ReqContext(request.request_id, params, hints=hints, goes_on=options.remote_decode),
+            options,
+            RequestBlocks(request, engine.layout, namespace, min(most, options.max_tokens)),
+            ObservedRequest(tenant.label),
+            adapter,
+            origin=frozenset() if adapter is None else None,
+            may_load=options.load,
+        )
+        if options.handover is not None:
+            state.lookup.handover = Handover(**options.handover)
+        if engine.drops_tokens is not None and engine.drops_tokens(request):
+            self.sound.track()
+            state.give_up()
+        return state
+
+    def add(self, request: Request) -> None:
+        is_read_ahead = isinstance(self.manager, TieredManager)
+        if is_read_ahead and len(self.new) < MAX_QUEUED and len(self.requests) < MAX_QUEUED:
+            self.requests[request.request_id] = request
+            self.new.append(request)
+
+    def take(self, request: Request) -> RequestState | None:
+        """Removes a request that is looked up, or ends before. Returns its state if that was made."""
+        self.requests.pop(request.request_id, None)
+        state = self._states.pop(request.request_id, None)
+        # An engine may use an id again.
+        return state if state is not None and state.request is request else None
+
+    def clear(self) -> None:
+        self.requests.clear()
+        self.new.clear()
+        self._states.clear()
+
+    def read_ahead(self) -> None:
+        """Called in every step, after its lookups."""
+        num_left, manager = NEW_PER_STEP, self.manager
+        while isinstance(manager, TieredManager) and self.new and num_left:
+            request = self.new.popleft()
+            if self.requests.get(request.request_id) is not request:
+                continue
+            num_left -= 1
+            state = self._states[request.request_id] = self.make(request)
+            keys, layout = state.blocks.keys, self.engine.layout
+            if state.may_load and state.adapter is None and len(keys) == 1:
+                state.extend_keys()
+                end = layout.num_final(0, min(request.num_tokens - 1, state.options.max_tokens))
+                manager.expect(keys[0][:end], state.context)

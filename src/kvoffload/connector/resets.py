@@ -23,7 +23,7 @@ class PausedContents:
         self._manager, self._changes, self._num_workers = jobs.manager, jobs.changes, jobs.num_workers
         self.is_hidden = False
         """Whether the contents are from before a reset, and not known to be valid."""
-        self._checks: dict[int, int] = {}
+        self.checks: dict[int, int] = {}
         """The jobs in which workers compare their weights, and for each the number of those that have not reported."""
         self._check: int | None = None
         """The job that began after the last reset."""
@@ -32,12 +32,10 @@ class PausedContents:
 
     def reset(self, keeps: bool) -> None:
         """Hides the contents, with ``keeps`` all of them, otherwise those of shared tiers. Drops the others."""
-        self.is_hidden = keeps or self._manager.reset(keep_shared=True)
-        # If a comparison from before this reset fails, the workers have accepted other weights since.
-        self._check, self.must_check = None, False
         self._changes.resets += 1
         self._changes.was_reset = True
-        self._has_changed()
+        # If a comparison from before this reset fails, the workers have accepted other weights since.
+        self._end_check(is_hidden=keeps or self._manager.reset(keep_shared=True))
 
     def begin_step(self, has_tokens: bool) -> int | None:
         """Begins a step. Returns the job in which the workers compare their weights, if that begins now."""
@@ -45,21 +43,21 @@ class PausedContents:
         if not self.is_hidden or self._check is not None or not (has_tokens or self.must_check):
             return None
         self._check = next(JOB_IDS)
-        self._checks[self._check] = self._num_workers
+        self.checks[self._check] = self._num_workers
         return self._check
 
     def take_report(self, report: WorkerReport) -> None:
         """Takes in the workers' comparisons, if ``report`` has some."""
-        for job_id in self._checks.keys() & report.done.keys():
-            self._checks[job_id] -= report.done[job_id]
+        for job_id in self.checks.keys() & report.done.keys():
+            self.checks[job_id] -= report.done[job_id]
             if job_id in report.failed and self.is_hidden:
                 self.drop()
                 logger.info("kvoffload: the weights are not known to be those of before the reset: no block is kept")
-            if self._checks[job_id] > 0:
+            if self.checks[job_id] > 0:
                 continue
-            del self._checks[job_id]
+            del self.checks[job_id]
             if job_id == self._check:
-                self._accept()
+                self._end_check()
                 logger.info("kvoffload: the weights are those of before the reset: blocks are found again")
 
     def drop(self) -> None:
@@ -67,13 +65,10 @@ class PausedContents:
         if self.is_hidden:
             self._manager.reset()
             self._changes.was_reset = True
-            self._accept()
+            self._end_check()
 
-    def _accept(self) -> None:
-        self.is_hidden, self._check, self.must_check = False, None, False
-        self._has_changed()
-
-    def _has_changed(self) -> None:
+    def _end_check(self, is_hidden: bool = False) -> None:
+        self.is_hidden, self._check, self.must_check = is_hidden, None, False
         self._changes.contents += 1
         self._changes.loads += 1
 
@@ -87,38 +82,33 @@ class BlockOrigins:
     store nothing, and the blocks that it fills are not sound either.
     """
 
-    def __init__(self, has_adapters: bool = False) -> None:
-        self._origins: dict[int, Digests | None] | None = {} if has_adapters else None
-        """By device block, see ``RequestState.origin``. None: every block is sound."""
+    def __init__(self, has_adapters: bool) -> None:
+        self.origins: dict[int, Digests | None] | None = {} if has_adapters else None
+        """By device block, see ``RequestState.origin``. None: every block is sound, and nothing need be followed."""
         self._others: Digests | None = None
         """The origin of blocks that have none there."""
 
-    @property
-    def is_tracking(self) -> bool:
-        return self._origins is not None
-
     def track(self) -> None:
         """Begins to follow blocks. All are sound so far."""
-        if self._origins is None:
-            self._origins, self._others = {}, frozenset()
+        if self.origins is None:
+            self.origins, self._others = {}, frozenset()
 
     def reset(self) -> None:
-        self._origins, self._others = {}, None
+        self.origins, self._others = {}, None
 
     def add(self, state: RequestState, blocks: list[int]) -> None:
         """Adds blocks that a load of the request fills."""
-        if self._origins is not None and state.origin is not None:
-            self._origins.update(dict.fromkeys(blocks, state.origin))
+        if self.origins is not None and state.origin is not None:
+            self.origins.update(dict.fromkeys(blocks, state.origin))
 
     def discard(self, origins: Collection[Digests]) -> None:
         """Removes the blocks of adapters that have changed."""
-        if self._origins is not None and origins:
-            self._origins = {block: origin for block, origin in self._origins.items() if origin not in origins}
+        if self.origins is not None and origins:
+            self.origins = {block: origin for block, origin in self.origins.items() if origin not in origins}
 
     def trace(self, state: RequestState | None, new: set[int], found: set[int]) -> None:
         """Follows a request that continues from the blocks ``found`` in the engine's own cache, and fills ``new``."""
-        origins = self._origins
-        if origins is None:
+        if (origins := self.origins) is None:
             return
         origin = None if state is None else state.origin
         if state is not None and any(origins.get(block, self._others) != origin for block in found - {NULL_BLOCK}):

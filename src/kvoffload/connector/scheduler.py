@@ -1,11 +1,10 @@
 """The scheduler half of the connector: which blocks to load, to store and to fence, engine-neutral.
 
 Everything here runs on the engine's scheduler thread, and each module has one job: ``request`` is the state of one
-request, ``queue`` makes it, ``lookups`` and ``hits`` find what can be loaded, ``loads`` makes loads, ``stores`` says
-what is stored, ``due`` which requests may complete a block, ``states`` which states are kept, ``device_blocks`` knows
-what the device holds, ``leaving`` stores what leaves it, ``jobs`` has the copies in progress, ``resets`` knows what is
-valid after a reset, ``adapters`` the bytes of adapters, ``observer`` makes records and metrics. The scheduler half
-takes the engine's calls and passes them on.
+request, ``lookups`` finds what can be loaded, ``loads`` makes loads, ``stores`` says what is stored, ``states`` which
+states are kept, ``device_blocks`` knows what the device holds, ``leaving`` stores what leaves it, ``jobs`` has the
+copies in progress, ``resets`` knows what is valid after a reset, ``adapters`` the bytes of adapters, ``observer`` makes
+records and metrics. The scheduler half takes the engine's calls and passes them on.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import contextlib
 import logging
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -23,23 +21,20 @@ from kvoffload.cache.bills import MovedBytes
 from kvoffload.cache.misses import MissMemory
 from kvoffload.cache.tenants import Tenants
 from kvoffload.connector.adapters import AdapterDigests
-from kvoffload.connector.device_blocks import DeviceBlocks
-from kvoffload.connector.engine import EngineSpec
-from kvoffload.connector.guarded import guarded
-from kvoffload.connector.jobs import Job, JobTable
+from kvoffload.connector.engine import EngineSpec, guarded
+from kvoffload.connector.handover import Handover
+from kvoffload.connector.jobs import JobTable
 from kvoffload.connector.layout import NULL_BLOCK
 from kvoffload.connector.leaving import LeavingBlocks
-from kvoffload.connector.loads import LoadPlanner, UpcomingStep
+from kvoffload.connector.loads import LoadPlanner
 from kvoffload.connector.lookups import Lookups, end_handover, locate
 from kvoffload.connector.messages import StepMeta, WorkerReport
-from kvoffload.connector.observer import RequestObserver
+from kvoffload.connector.observer import EventDescriptions, RequestObserver
 from kvoffload.connector.options import PARAM
-from kvoffload.connector.queue import QueuedRequests
-from kvoffload.connector.request import RequestState
+from kvoffload.connector.request import QueuedRequests, RequestState
 from kvoffload.connector.resets import BlockOrigins, PausedContents
 from kvoffload.connector.stores import StorePlanner
 from kvoffload.observe.metrics import Metrics
-from kvoffload.observe.records import RequestRecord
 from kvoffload.observe.spans import RequestSpans
 from kvoffload.observe.trace import TraceRecorder
 
@@ -64,6 +59,17 @@ def _has_tokens(step: ScheduledStep) -> bool:
     with contextlib.suppress(Exception):
         return any(step.num_scheduled_tokens.values())
     return False
+
+
+def _answer(state: RequestState, handover: Handover | None) -> dict[str, Any] | None:
+    """Returns what the client of a request that has ended is answered."""
+    options = state.options
+    # Routers send the answer to a remote decode on in place of what the client has sent.
+    said = options.to_pass_on() if options.is_passed_on else state.observed.usage()
+    if handover is not None:
+        said |= handover.to_options()
+        return {"do_remote_prefill": True, "do_remote_decode": False, PARAM: said}
+    return {PARAM: said} if options.is_sent and state.observed.record is not None else None
 
 
 class OffloadingConnectorScheduler:
@@ -93,40 +99,28 @@ class OffloadingConnectorScheduler:
     ) -> None:
         self.manager = manager
         self.off = False
-        self.engine = engine
         self.layout = layout = engine.layout
         self.requests: dict[str, RequestState] = {}
         """By id, every request that was looked up and has not ended."""
         tenants, deadline_s = tenants or Tenants(b""), load_deadline_ms / 1000
         moved = MovedBytes(tenants, sum(slot_bytes)) if tenants.names else None
-        metrics, describes = Metrics(self._read_metrics), engine.enable_events
-        self.observer = RequestObserver(manager, layout, metrics, recorder, spans, describes, clock, moved)
+        self.metrics = Metrics(self._read_metrics)
+        described = EventDescriptions(layout) if engine.enable_events else None
+        self.observer = RequestObserver(manager, layout, self.metrics, recorder, spans, described, clock, moved)
         self.jobs = jobs = JobTable(manager, layout, self.observer, engine.num_workers or 1)
-        self._next = UpcomingStep(jobs)
-        leaving = None
-        if misses is not None:
-            device = DeviceBlocks(keeps_states=describes)
-            leaving = LeavingBlocks(jobs, device, misses, engine.next_free, slot_bytes)
+        leaving = None if misses is None else LeavingBlocks(jobs, misses, engine.next_free, slot_bytes)
         self.stores = StorePlanner(jobs, leaving)
         self.paused = PausedContents(jobs)
-        adapter_of = engine.adapter_of
-        adapters = None if adapter_of is None else AdapterDigests(adapter_of, jobs, deadline_s, clock)
+        adapters = AdapterDigests(engine.adapter_of, jobs, deadline_s, clock) if engine.adapter_of else None
         self.sound = BlockOrigins(has_adapters=adapters is not None)
-        self.loads = LoadPlanner(jobs, self.sound, leaving, self._next)
+        self.loads = LoadPlanner(jobs, self.sound, leaving)
         loading = jobs.keys_loading if engine.share_loads else {}
-        self.lookups = Lookups(jobs, loading, self.paused, adapters, deadline_s, clock, leaving)
+        self.lookups = Lookups(jobs, loading, self.paused, adapters, leaving, deadline_s, clock)
         self.queued = QueuedRequests(manager, engine, tenants, adapters, self.sound)
+        self.records = self.observer.records
+        """Records of the latest requests: what each asked for and found."""
         self.metrics.set("pool_blocks", manager.most_blocks())
         self.metrics.set("off", 0)
-
-    @property
-    def metrics(self) -> Metrics:
-        return self.observer.metrics
-
-    @property
-    def records(self) -> deque[RequestRecord]:
-        """Records of the latest requests: what each asked for and found."""
-        return self.observer.records
 
     # Lookup.
 
@@ -146,11 +140,11 @@ class OffloadingConnectorScheduler:
         connector, which has failed if the request is looked up again before it was in a step.
         """
         state = self._state(request)
-        if state.of_others:
-            state.of_others, state.may_load, state.match = frozenset(), False, None
+        if state.filled.of_others:
+            state.filled.of_others, state.may_load, state.lookup.match = frozenset(), False, None
         match = locate(self.lookups, state, num_computed_tokens)
-        if match.tokens is None:
-            self.observer.waits(state)
+        if match.tokens is None and self.observer.descriptions is not None:
+            self.observer.descriptions.begin_wait(state)
         if (leaving := self.stores.leaving) is not None:
             behind = request.num_tokens - num_computed_tokens
             leaving.expect(request.request_id, behind if match.tokens is None else match.tokens)
@@ -165,78 +159,65 @@ class OffloadingConnectorScheduler:
         none."""
         state = self._state(request)
         match = state.take_match()
-        self._next.allocated.add(request.request_id)
+        self.jobs.allocated.add(request.request_id)
         self.stores.begin(state, match, num_external_tokens)
         if num_external_tokens and not self.loads.begin(state, match, blocks, num_external_tokens):
             self.loads.fail(self.requests, request, blocks, num_external_tokens)
-        elif self.engine.is_beside_others and match is not None:
+        elif self.queued.engine.is_beside_others and match is not None:
             # Before the step in which the request is scheduled, another connector may write to them.
             given = self.loads.blocks_behind(match.computed, blocks)
-            self._next.handed_out += given
-            state.of_others = frozenset(given)
+            self.jobs.handed_out += given
+            state.filled.of_others = frozenset(given)
             self.sound.trace(None, set(given), set())
         promoted = self.manager.release_request(state.context)
         self.observer.allocated(state, match, num_external_tokens, promoted)
-        if state.handover is not None and match is not None:
-            end_handover(self.lookups, self.observer, state, match.computed + num_external_tokens)
-        state.end_wait()
+        if state.lookup.handover is not None and match is not None:
+            end_handover(self.lookups, state, match.computed + num_external_tokens)
+        state.lookup.end_wait()
 
     # Steps.
 
-    @guarded(lambda self, step: self._next.take(_has_tokens(step)))
+    @guarded(lambda self, step: self.jobs.take_step(_has_tokens(step)))
     def build_connector_meta(self, step: ScheduledStep) -> StepMeta:
         """Returns the loads, stores and fences of this step, for the workers."""
-        step = self.layout.parts.step(step)
-        has_tokens = _has_tokens(step)
-        upcoming = self._next
-        meta = upcoming.meta
+        if self.layout.parts.is_divided:
+            step = self.layout.parts.step(step)
+        has_tokens, jobs, meta = _has_tokens(step), self.jobs, self.jobs.meta
         if self.paused.is_hidden:
             meta.check_weights = self.paused.begin_step(has_tokens)
         if (adapters := self.lookups.adapters) is not None:
             adapters.begin_step(meta, step.num_scheduled_tokens, self.requests)
         if self.queued.new:
             self.queued.read_ahead()
-        self._poll(0.0 if has_tokens else IDLE_WAIT_S)
+        jobs.poll(0.0 if has_tokens else IDLE_WAIT_S)
         requests, preempted = self.requests, tuple(step.preempted)
-        for req_id in preempted:
-            if (state := requests.get(req_id)) is not None:
-                self.stores.lose_blocks(state)
-                # It may have new blocks already, in the step that says that it lost the old ones.
-                has_new_ones = req_id in upcoming.allocated
-                state.lose_blocks(has_new_ones)
-                if not has_new_ones:
-                    self.observer.prefills.running.pop(req_id, None)
-        leaving = upcoming.handed_out
+        if preempted:
+            self.stores.preempt(preempted, requests)
+        leaving = jobs.handed_out
         if step.block_ids:
             leaving += self.stores.take_tables(step, requests, self.sound)
         leaving += step.written
         handed_out = set(leaving)
         handed_out.discard(NULL_BLOCK)
-        if upcoming.finished:
+        if jobs.finished:
             # Their device blocks may have been handed out again in this very step: then they are read first.
-            meta.stores |= self.stores.store_finished(upcoming.finished)
-            self.observer.planned_last_stores([state for state, _ in upcoming.finished])
+            self.stores.store_finished(jobs.finished)
+            self.observer.planned_last_stores([state for state, _ in jobs.finished])
         if (leaving_blocks := self.stores.leaving) is not None:
             self.loads.cut(handed_out)
-            meta.stores |= leaving_blocks.store(upcoming.loading, leaving, step.overwritten)
-            meta.stores |= leaving_blocks.store_forgotten(requests.values())
-        if self.jobs.jobs:
-            self.jobs.fence(meta, step, requests, handed_out)
-        if self.observer.prefills.running:
-            self.observer.prefills.measure(step.num_scheduled_tokens)
-        meta.stores |= self.stores.store_running(step.num_scheduled_tokens, requests)
+            leaving_blocks.store(jobs.loading, leaving, step.overwritten)
+            leaving_blocks.store_forgotten(requests.values())
+        if jobs.jobs:
+            jobs.fence(step, requests, handed_out)
+        if self.observer.prefilling:
+            self.observer.measure_prefills(step.num_scheduled_tokens)
+        self.stores.store_running(step.num_scheduled_tokens, requests)
         if step.boundary_states:
             # A request may have lost its blocks and compute on new ones in the same step.
-            lost = set(preempted) - step.replaced
-            meta.stores |= self.stores.store_states(step.boundary_states, lost, requests)
-        if self.jobs.held:
-            meta.releases += self.jobs.take_unheld(self.lookups.clock())
-        return upcoming.take(has_tokens)
-
-    def _poll(self, timeout_s: float = 0.0) -> None:
-        if self.manager.poll(timeout_s):
-            self.jobs.changes.contents += 1
-            self.jobs.changes.loads += 1
+            self.stores.store_states(step, set(preempted) - step.replaced, requests)
+        if jobs.held:
+            meta.releases += jobs.take_unheld(self.lookups.clock())
+        return jobs.take_step(has_tokens)
 
     @guarded(lambda self, report: None)
     def update_connector_output(self, report: WorkerReport) -> None:
@@ -247,25 +228,18 @@ class OffloadingConnectorScheduler:
             self.observer.warn(WEIGHTS_CHANGED)
             self.reset()
             self.paused.drop()
-        if report.done:
+        if self.paused.checks:
             self.paused.take_report(report)
         if (adapters := self.lookups.adapters) is not None and (report.adapters or report.answers):
-            states = [*self.requests.values(), *(state for state, _ in self._next.finished)]
+            states = [*self.requests.values(), *(state for state, _ in self.jobs.finished)]
             self.sound.discard(adapters.take_report(report, states))
-        self._poll()
+        self.jobs.poll()
         self.observer.reported(report)
         if self.stores.leaving is not None:
             self.stores.leaving.measure(report)
-        ended: list[Job] = []
-        for job in self.jobs.take_reports(report) if report.done else ():
-            if job.is_store:
-                self.jobs.end_store(job)
-                if job.failed and self.stores.leaving is not None:
-                    self.stores.leaving.device.forget_early(job.device_blocks)
-            elif not self.loads.end_job(job):
-                continue
-            ended.append(job)
-        if ended:
+        if report.done:
+            reported = self.jobs.take_reports(report)
+            ended = [job for job in reported if (self.stores if job.is_store else self.loads).end_job(job)]
             self.observer.copied(ended)
         if report.broken:
             self.switch_off("a worker's transfer engine")
@@ -279,24 +253,22 @@ class OffloadingConnectorScheduler:
         in the step that reports them, and the engine computes them again: no store in progress counts, and neither
         what requests in progress have computed nor what was computed with it is stored.
         """
-        awaited = frozenset().union(*(state.of_others for state in self.requests.values()))
-        if awaited.issuperset(device_blocks):
-            return
-        self.observer.warn(OTHERS_FAILED)
-        for job in self.jobs.jobs.values():
-            job.failed |= job.is_store
-        self._distrust_device()
+        awaited = frozenset().union(*(state.filled.of_others for state in self.requests.values()))
+        if not awaited.issuperset(device_blocks):
+            self.observer.warn(OTHERS_FAILED)
+            for job in self.jobs.jobs.values():
+                job.failed |= job.is_store
+            self._distrust_device()
 
     def _distrust_device(self) -> None:
         """Stores nothing that is on the device now, and nothing that is computed with it."""
         self.stores.reset()
         self.sound.reset()
-        unfinished = frozenset(key for job in self.jobs.jobs.values() if job.is_store for key in job.keys)
         for state in self.requests.values():
-            state.forget_stores(unfinished)
+            state.forget_stores()
             self.manager.release_request(state.context)
-        self.observer.planned_last_stores([state for state, _ in self._next.finished])
-        self._next.finished.clear()
+        self.observer.planned_last_stores([state for state, _ in self.jobs.finished])
+        self.jobs.finished.clear()
 
     # End of requests, reset, shutdown.
 
@@ -311,44 +283,32 @@ class OffloadingConnectorScheduler:
         """
         state = self.requests.pop(request.request_id, None)
         if state is None:
-            state = self.queued.take(request)
-            if state is not None:
-                self.manager.release_request(state.context)
+            if (queued := self.queued.take(request)) is not None:
+                self.manager.release_request(queued.context)
             return False, None
         self.manager.release_request(state.context)
         self.stores.end(state)
         self.observer.end(state, *self.stores.retain(state))
-        answer: dict[str, Any] | None = None
-        options = state.options
-        # Routers send the answer to a remote decode on in place of what the client has sent.
-        passed_on = options.to_pass_on() if options.is_passed_on else None
-        if options.is_sent and state.record is not None:
-            answer = {PARAM: state.usage() if passed_on is None else passed_on}
-        if any(state.blocks.tables):
-            self._next.finished.append((state, request.num_computed_tokens))
-            if passed_on is not None and options.remote_decode:
-                if (handover := self.stores.hand_over(state)) is not None:
-                    self.metrics.add("handovers", label="sent")
-                    passed_on |= handover.to_options()
-                    answer = {"do_remote_prefill": True, "do_remote_decode": False, PARAM: passed_on}
-                self.jobs.held[request.request_id] = state, self.lookups.clock() + self.lookups.deadline_s
-                return True, answer
-        return False, answer
+        if not any(state.blocks.tables):
+            return False, _answer(state, None)
+        self.jobs.finished.append((state, request.num_computed_tokens))
+        if not state.options.remote_decode:
+            return False, _answer(state, None)
+        if (handover := self.stores.hand_over(state)) is not None:
+            self.metrics.add("handovers", label="sent")
+        self.jobs.held[request.request_id] = state, self.lookups.clock() + self.lookups.deadline_s
+        return True, _answer(state, handover)
 
     def _forget(self, request: Request) -> tuple[bool, None]:
         self.requests.pop(request.request_id, None)
         return False, None
 
-    @guarded(lambda self: self._has_promises())
+    @guarded(lambda self: self.jobs.has_promises)
     def has_pending_work(self) -> bool:
         """Whether the engine must keep stepping although no request needs it to."""
-        if self._has_promises() or self.jobs.jobs or self._next.finished:
+        if self.jobs.has_promises or self.jobs.jobs or self.jobs.finished:
             return True
         return isinstance(self.manager, TieredManager) and self.manager.has_pending_writes
-
-    def _has_promises(self) -> bool:
-        meta = self._next.meta
-        return bool(meta.broken_loads or meta.releases or self.jobs.held or self.jobs.changes.was_reset)
 
     @guarded(lambda self: [])
     def take_events(self) -> Iterable[OffloadingEvent]:
@@ -368,7 +328,7 @@ class OffloadingConnectorScheduler:
         """
         self.paused.reset(keeps=is_pause)
         # With the next step workers learn of the reset: a load in it would pass for one that began afterwards.
-        unsent = self._next.break_loads()
+        unsent = self.jobs.break_loads()
         for job in unsent:
             self.loads.end_job(job)
         self.observer.copied(unsent)
@@ -376,7 +336,7 @@ class OffloadingConnectorScheduler:
         if is_pause:
             # The time of a pause does not count as a wait for blocks.
             for state in self.requests.values():
-                state.end_wait()
+                state.lookup.end_wait()
 
     def shutdown(self) -> None:
         """Releases everything, even if offloading is off: lower tiers have threads and files. May be called twice."""
@@ -400,8 +360,7 @@ class OffloadingConnectorScheduler:
         self.observer.read_metrics()
 
     def switch_off(self, where: str) -> None:
-        """Ends offloading for good: promised loads and stores are reported as failed. Logs the exception in
-        progress."""
+        """Ends offloading for good: promised loads and stores count as failed. Logs the exception in progress."""
         logger.error(
             "kvoffload: OFFLOADING IS OFF: %s failed; requests are computed from here on",
             where,
@@ -409,6 +368,6 @@ class OffloadingConnectorScheduler:
         )
         self.off = True
         self.metrics.set("off", 1)
-        self._next.break_off()
+        self.jobs.break_off()
         self.stores.clear()
         self.queued.clear()

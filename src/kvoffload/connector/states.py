@@ -27,8 +27,7 @@ class _Kept:
     """The states of one request."""
 
     prompt_end: int
-    """The last boundary below the end of the prompt, at which the same prompt can continue, and within what is
-    stored."""
+    """The last boundary below the end of the prompt at which the same prompt can continue, within what is stored."""
     prompt_start: int
     """States of the prompt from here on are kept until the next one comes."""
     junction: int = 0
@@ -41,23 +40,25 @@ class _Kept:
     own: dict[int, list[OffloadKey]] = field(default_factory=dict)
     """By position, the states that the request has stored itself and that no other request has used yet."""
 
-    def places(self, end: int) -> set[StatePlace]:
+    def places(self, end: int) -> list[StatePlace]:
         """Returns the places that a state at ``end`` takes."""
-        found = {StatePlace.JUNCTION} if end <= self.junction < self.prompt_end else set[StatePlace]()
+        found = [StatePlace.JUNCTION] if end <= self.junction < self.prompt_end else []
         if end >= self.prompt_start:
-            found.add(StatePlace.TURN if end > self.prompt_end else StatePlace.PROMPT)
+            found.append(StatePlace.TURN if end > self.prompt_end else StatePlace.PROMPT)
         return found
 
     def take(self, end: int) -> None:
         """Takes note that the state at ``end`` is in the host."""
-        if StatePlace.TURN in self.places(end) and end != self.at.get(StatePlace.TURN):
-            self.turn_before = self.at.get(StatePlace.TURN, 0)
-        self.at.update(dict.fromkeys(self.places(end), end))
+        places, turn = self.places(end), self.at.get(StatePlace.TURN, 0)
+        if StatePlace.TURN in places and end != turn:
+            self.turn_before = turn
+        self.at.update(dict.fromkeys(places, end))
 
     def needed(self, named: int) -> set[int]:
         """Returns where states are kept, if all blocks of the request's first ``named`` tokens have a name. A request
         cannot continue behind these, so until there are more of them the state before the last is kept as well."""
-        return {*self.at.values(), *([self.turn_before] if self.at.get(StatePlace.TURN, 0) > named else [])}
+        needed = set(self.at.values())
+        return needed | {self.turn_before} if self.at.get(StatePlace.TURN, 0) > named else needed
 
 
 class StateKeeper:
@@ -77,8 +78,7 @@ class StateKeeper:
         """Request and position of each state in ``_Kept.own``, by its key in the first state group."""
 
     def begin(self, state: RequestState, end: int, junction: int) -> None:
-        """Takes note of a request that is given device blocks and continues at ``end``. Stored KV of other requests
-        reaches to ``junction``."""
+        """Takes note of a request that continues at ``end``. Stored KV of other requests reaches to ``junction``."""
         kept = self._kept(state)
         kept.junction = max(kept.junction, junction)
         if end % self._layout.align == 0:
@@ -92,8 +92,7 @@ class StateKeeper:
         self._owners.clear()
 
     def choose(self, state: RequestState, ends: Iterable[int]) -> list[int]:
-        """Returns at which of the positions ``ends``, where the engine offers states of a request, they are to be
-        stored."""
+        """Returns at which of ``ends``, where the engine offers states of a request, they are to be stored."""
         kept, ends = self._kept(state), sorted(ends)
         last = {place: end for end in ends for place in kept.places(end)}
         return [end for end in ends if end in last.values()]
@@ -119,8 +118,7 @@ class StateKeeper:
         return dropped + [key for end in superseded for key in self._disown(kept, end)]
 
     def end(self, req_id: str) -> set[int]:
-        """Forgets a request that has ended. Its states are kept. Returns the positions of these and of the one that it
-        has continued from."""
+        """Forgets a request that has ended. Returns where its states are kept, and where it has continued from one."""
         kept = self._requests.pop(req_id, None)
         if kept is None:
             return set()

@@ -1,45 +1,110 @@
-"""Stores: which blocks of which requests are stored in a step, and the jobs that copy them."""
+"""Stores: which requests may complete a block, which of their blocks are stored, and the jobs that copy them."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from kvoffload.abc import (
-    BoundaryState,
-    Offer,
-    OffloadKey,
-    PrepareStoreOutput,
-    Retained,
-    ScheduledStep,
-    TieredManager,
-    TransferSpec,
-)
-from kvoffload.connector.due import DueList
+from kvoffload.abc import BoundaryState, Offer, OffloadKey, PrepareStoreOutput, Retained, ScheduledStep, TieredManager
 from kvoffload.connector.handover import SERVER_CHARS, Handover, name_of
-from kvoffload.connector.jobs import JobTable
-from kvoffload.connector.layout import NULL_BLOCK, Block, KeyLayout
+from kvoffload.connector.jobs import DescribedBlocks, Job, JobTable
+from kvoffload.connector.layout import NULL_BLOCK, Block
 from kvoffload.connector.leaving import LeavingBlocks
-from kvoffload.connector.request import NEVER, Match, Phase, RequestState, Storing
+from kvoffload.connector.options import NEVER
+from kvoffload.connector.request import Match, Phase, RequestState, Storing
 from kvoffload.connector.resets import BlockOrigins
 from kvoffload.connector.states import StateKeeper
 
+FEW_TOKENS = 16
+"""A request that computes more tokens in a step is looked at in it; the others advance by at most that many."""
 MAX_TOGETHER = 8
 """Blocks that decoding completes within so many steps are stored by one job."""
 TOGETHER_SHARE = 1 / 8
 """A block waits for others for at most this share of its tokens."""
+STORE_FAILED = "kvoffload: a store failed, or came too late for its blocks, and was dropped"
 
 
 @dataclass(slots=True, eq=False)
 class Due:
-    """Blocks of one request that are to be stored when ``num_computed`` of its tokens are computed, and its
-    ``next_store`` after that."""
+    """Blocks of a request to store when ``num_computed`` of its tokens are computed, and its ``next_store`` after
+    it."""
 
     state: RequestState
     num_computed: int
     blocks: list[Block]
     next_store: tuple[int, ...]
+
+
+class DueList:
+    """Requests, by the earliest step in which they may complete a block.
+
+    The list counts tokens. In each step the count grows by the largest number of tokens that a request computes,
+    ignoring requests that compute more than FEW_TOKENS. So a request that lacks n tokens cannot be due before the count
+    has grown by n. If the engine takes tokens back, the request only becomes due later. Each request is in the list at
+    most once.
+
+    With ``together`` above 1, requests that become due within as many counts come out at the last of these, so that one
+    job stores what neighbouring steps complete.
+    """
+
+    def __init__(self, together: int = 1) -> None:
+        self._together = together
+        self._count = 0
+        self._by_count: dict[int, dict[str, None]] = {}
+        """Ids of requests, in order of arrival, by the count at which to look at them."""
+        self._count_of: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._count_of)
+
+    def __contains__(self, req_id: str) -> bool:
+        return req_id in self._count_of
+
+    def add(self, req_id: str, tokens: int) -> None:
+        """Adds a request that cannot be due before it has computed ``tokens`` more. With one, it comes out next."""
+        if req_id in self._count_of:
+            self.remove(req_id)
+        at = self._count + tokens
+        if tokens > 1:
+            at += -at % self._together
+        self._count_of[req_id] = at
+        self._by_count.setdefault(at, {})[req_id] = None
+
+    def remove(self, req_id: str) -> None:
+        at = self._count_of.pop(req_id, None)
+        if at is not None:
+            requests = self._by_count[at]
+            del requests[req_id]
+            if not requests:
+                del self._by_count[at]
+
+    def take(self, scheduled: Mapping[str, int]) -> list[str]:
+        """Removes and returns the requests that may be due in a step that computes these numbers of tokens. Requests
+        that are not scheduled may be among them."""
+        most = max(scheduled.values(), default=0)
+        due: list[str] = []
+        if most > FEW_TOKENS:
+            due = [req_id for req_id, tokens in scheduled.items() if tokens > FEW_TOKENS]
+            tokens = sorted(scheduled.values())
+            few = bisect_right(tokens, FEW_TOKENS)
+            most = tokens[few - 1] if few else 0
+        for req_id in due:
+            self.remove(req_id)
+        before = self._count
+        # A request that is to be looked at again in the next step is taken out even if nothing is computed.
+        self._count = before + max(most, 1)
+        for at in range(before + 1, self._count + 1):
+            requests = self._by_count.pop(at, ())
+            for req_id in requests:
+                del self._count_of[req_id]
+            due += requests
+        return due
+
+    def clear(self) -> None:
+        self._by_count.clear()
+        self._count_of.clear()
 
 
 class StorePlanner:
@@ -57,7 +122,10 @@ class StorePlanner:
         self._manager, self._layout, self._jobs = jobs.manager, jobs.layout, jobs
         self.leaving = leaving
         self._is_late = leaving is not None and not isinstance(self._manager, TieredManager)
-        self._due = DueList(_together(self._layout))
+        # In a window, what a block needs may be gone a step later.
+        full = () if self._layout.windows else self._layout.full
+        fewest = min((self._layout.block_tokens[g] for g in full), default=0)
+        self._due = DueList(max(1, min(MAX_TOGETHER, int(fewest * TOGETHER_SHARE))))
         self._keeper = StateKeeper(self._layout) if self._layout.states else None
         self.server = secrets.token_hex(SERVER_CHARS // 2)
         """The name of this server in what it hands over."""
@@ -66,14 +134,13 @@ class StorePlanner:
         """Takes in the device blocks that the step gives to requests, and returns those that they write to. A request
         with a whole new table is looked at in its next step."""
         handed_out: list[int] = []
-        found: Sequence[Sequence[int]] = ()
-        replaced, is_tracking = step.replaced, sound.is_tracking
+        is_tracking = sound.origins is not None
         for req_id, new in step.block_ids.items():
-            state, found = requests.get(req_id), ()
+            state, found = requests.get(req_id), list[Sequence[int]]()
             if state is not None:
-                if state.of_others:
-                    state.of_others = frozenset()
-                if req_id in replaced:
+                if state.filled.of_others:
+                    state.filled.of_others = frozenset()
+                if req_id in step.replaced:
                     if is_tracking and state.has_copied_part:
                         state.storing = Storing.STALE
                     found, new = state.blocks.replace_tables(new)
@@ -88,6 +155,17 @@ class StorePlanner:
                 sound.trace(state, set().union(*new), set().union(*found))
         return handed_out
 
+    def preempt(self, req_ids: Iterable[str], requests: Mapping[str, RequestState]) -> None:
+        """Takes note of requests that lose their device blocks in this step."""
+        for req_id in req_ids:
+            if (state := requests.get(req_id)) is not None:
+                self.lose_blocks(state)
+                # It may have new blocks already, in the step that says that it lost the old ones.
+                has_new_ones = req_id in self._jobs.allocated
+                state.lose_blocks(has_new_ones)
+                if not has_new_ones:
+                    self._jobs.observer.prefilling.pop(req_id, None)
+
     def lose_blocks(self, state: RequestState) -> None:
         """Stops looking at a request that loses its device blocks."""
         self._due.remove(state.context.req_id)
@@ -100,7 +178,7 @@ class StorePlanner:
         if self.leaving is not None:
             self.leaving.expect(state.context.req_id, 0)
         if self._keeper is not None:
-            state.state_ends = self._keeper.end(state.context.req_id)
+            state.blocks.state_ends = self._keeper.end(state.context.req_id)
 
     def retain(self, state: RequestState) -> tuple[Retained | None, int]:
         """Has the chain of a request that has ended retained, if it asks for that, or ends what its session has
@@ -110,7 +188,7 @@ class StorePlanner:
         if hints is None or (not hints.drop and hints.retain_s is None):
             return None, 0
         keys, end = list[OffloadKey](), 0
-        if state.may_store and state.touched and hints.retain_s:
+        if state.may_store and state.lookup.was_touched and hints.retain_s:
             stored, layout = self._stored_in_the_end(state), self._layout
             end = layout.last_resumable(state.blocks.keys, frozenset(stored), state.request.num_tokens)
             within = zip(state.blocks.keys, layout.block_tokens, strict=True)
@@ -127,25 +205,25 @@ class StorePlanner:
         blocks.loaded = None
         due = self.due_of(state, num_computed, num_computed)
         coming = set() if due is None or state.storing is Storing.REFUSED else {block.key for block in due.blocks}
-        keys = blocks.computed_keys(state.state_ends)
+        keys = blocks.computed_keys()
         found = self._manager.lookup_each(keys, replace(state.context, may_wait=False))
         return [key for key, is_there in zip(keys, found, strict=True) if is_there or key in coming]
 
     def hand_over(self, state: RequestState) -> Handover | None:
         """Has the chain of a request that has ended written first to the tiers that other servers use. Returns what is
         to be sent to the server that goes on; None if there is nothing."""
-        if not (state.may_store and state.touched and state.record is not None):
+        if not (state.may_store and state.lookup.was_touched and state.observed.record is not None):
             return None
         blocks, layout = state.blocks, self._layout
         stored = set(self._stored_in_the_end(state))
         # The other server knows the prompt only, and some blocks have a name when the tokens behind them are known.
-        prompt = min(state.record.tokens_asked, state.request.num_computed_tokens, blocks.max_stored_tokens)
+        prompt = min(state.observed.record.tokens_asked, state.request.num_computed_tokens, blocks.max_stored_tokens)
         ends = [layout.num_final(g, prompt) * size for g, size in enumerate(layout.block_tokens)]
         ends += [prompt - layout.groups[g].lookahead for g in layout.ahead]
         if layout.windows or layout.states:
             # The other server computes the last token of the prompt. What that needs is written for the ends of whole
             # blocks only.
-            ends.append(state.record.tokens_asked - 1)
+            ends.append(state.observed.record.tokens_asked - 1)
         tokens = min(ends)
         while tokens := layout.last_resumable(blocks.keys, stored, tokens):
             keys, name = layout.needed_keys(blocks.keys, tokens), name_of(layout, blocks.keys, tokens)
@@ -170,81 +248,85 @@ class StorePlanner:
         if self.leaving is not None:
             self.leaving.clear()
 
-    def store_finished(self, finished: Sequence[tuple[RequestState, int]]) -> dict[int, TransferSpec]:
-        """Returns the jobs for the last blocks of requests that have ended, each with its number of computed tokens.
+    def store_finished(self, finished: Sequence[tuple[RequestState, int]]) -> None:
+        """Makes the jobs for the last blocks of requests that have ended, each with its number of computed tokens.
         Then puts their whole chains in order, and offers them to lower tiers."""
         dues = [self.due_of(state, computed, computed) for state, computed in finished]
-        specs = self._store([due for due in dues if due is not None])
+        self._store([due for due in dues if due is not None])
         for state, _ in finished:
-            if state.touched:
+            if state.lookup.was_touched:
                 blocks, chain = state.blocks, state.blocks.keys_in_order()
-                used = blocks.used_keys(state.state_ends) if self._layout.states else chain
+                used = blocks.used_keys(blocks.state_ends) if self._layout.states else chain
                 self._manager.end_chain(used, blocks.stored, state.context, chain)
                 if self.leaving is not None and state.context.hints is None:
                     self._manager.note_device(held=self.leaving.device.having(chain))
-        return specs
 
-    def store_running(
-        self, scheduled: Mapping[str, int], requests: Mapping[str, RequestState]
-    ) -> dict[int, TransferSpec]:
-        """Returns the jobs for blocks that are completed by a step which computes these numbers of tokens."""
+    def store_running(self, scheduled: Mapping[str, int], requests: Mapping[str, RequestState]) -> None:
+        """Makes the jobs for blocks that are completed by a step which computes these numbers of tokens."""
         dues = []
         for req_id in self._due.take(scheduled):
             state, tokens = requests.get(req_id), scheduled.get(req_id)
             if state is None:
                 continue
+            before = state.request.num_computed_tokens
             if tokens is None or state.phase is Phase.LOADING:
                 self._due.add(req_id, 1)
-                continue
-            before = state.request.num_computed_tokens
-            due = self.due_of(state, before + tokens, before)
-            if due is None:
+            elif (due := self.due_of(state, before + tokens, before)) is None:
                 self._look_again(req_id, state, before + tokens)
             else:
                 dues.append(due)
-        if not dues:
-            return {}
-        specs = self._store(dues)
+        if dues:
+            self._store(dues)
         for due in dues:
             self._look_again(due.state.context.req_id, due.state, due.num_computed)
-        return specs
+
+    def end_job(self, job: Job) -> bool:
+        """Ends a store that all workers have reported."""
+        self._manager.complete_store(job.lease, success=not job.failed)
+        if not job.states:
+            # Requests may wait for it, see ``LeavingBlocks.bring_back``.
+            self._jobs.changes.loads += 1
+        if not job.failed:
+            self._jobs.changes.contents += 1
+            self._jobs.observer.stored(job)
+            return True
+        keys = frozenset(job.keys)
+        for state in job.states:
+            state.blocks.stored = [key for key in state.blocks.stored if key not in keys]
+        if self.leaving is not None:
+            self.leaving.device.forget_early(job.device_blocks)
+        if self._jobs.is_current(job):
+            self._jobs.observer.metrics.add("store_failures")
+            self._jobs.observer.warn(STORE_FAILED)
+        return True
 
     def begin(self, state: RequestState, match: Match | None, num_loaded: int) -> None:
-        """Takes note of a request that is given device blocks after the lookup ``match``, and loads ``num_loaded``
-        tokens."""
+        """Takes note of a request that is given device blocks after ``match``, and loads ``num_loaded`` tokens."""
         if self.leaving is not None:
             self.leaving.expect(state.context.req_id, 0)
         if self._keeper is not None and match is not None:
             self._keeper.begin(state, match.computed + num_loaded, match.junction)
 
-    def store_states(
-        self,
-        boundary_states: Mapping[str, Sequence[BoundaryState]],
-        preempted: Collection[str],
-        requests: Mapping[str, RequestState],
-    ) -> dict[int, TransferSpec]:
-        """Returns the jobs for those states worth keeping that a step completes. A state for which there is no room is
-        dropped, as are those of requests that have lost their blocks in this step."""
-        specs: dict[int, TransferSpec] = {}
-        for req_id, offered in boundary_states.items():
+    def store_states(self, step: ScheduledStep, lost: Collection[str], requests: Mapping[str, RequestState]) -> None:
+        """Makes the jobs for those states worth keeping that a step completes. A state for which there is no room is
+        dropped, as are those of requests that have ``lost`` their blocks in this step."""
+        for req_id, offered in step.boundary_states.items():
             state = requests.get(req_id)
-            if state is None or req_id in preempted or self._keeper is None:
+            if state is None or req_id in lost or self._keeper is None:
                 continue
             blocks = self._states_of(state, offered, self._keeper)
-            keys = [block.key for block in blocks]
-            is_refused = state.storing is Storing.REFUSED
-            offer = Offer.BEHIND_REFUSED if is_refused else Offer.COMPUTED
-            output = self._manager.prepare_store(keys, state.context, offer) if keys else None
-            if output is not None and not is_refused:
-                self._start([Due(state, 0, blocks, state.blocks.next_store)], output, specs)
+            if not (keys := [block.key for block in blocks]):
+                continue
+            if state.storing is Storing.REFUSED:
+                self._manager.prepare_store(keys, state.context, Offer.BEHIND_REFUSED)
+            elif (output := self._manager.prepare_store(keys, state.context)) is None:
+                self._jobs.refuse_store()
+            else:
+                self._start([Due(state, 0, blocks, state.blocks.next_store)], output)
                 # A state that was refused takes the place of no other.
                 present = [block for block in blocks if block.key not in output.refused_keys]
-                superseded = self._keeper.stored(state, present, frozenset(output.keys_to_store))
-                if superseded:
+                if superseded := self._keeper.stored(state, present, frozenset(output.keys_to_store)):
                     self._manager.drop(superseded, only_host=True)
-            elif keys and not is_refused:
-                self._jobs.refuse_store()
-        return specs
 
     def _states_of(self, state: RequestState, offered: Sequence[BoundaryState], keeper: StateKeeper) -> list[Block]:
         """Returns those of the ``offered`` states of a request that are stored: all groups' or none at a position."""
@@ -263,35 +345,29 @@ class StorePlanner:
 
     def _look_again(self, req_id: str, state: RequestState, num_computed: int) -> None:
         """Adds the request for the step in which its next block may be due."""
-        store_at = state.blocks.store_at
-        if store_at != NEVER and state.may_store:
-            left = store_at - num_computed
-            self._due.add(req_id, left if left > 1 else 1)
+        if state.blocks.store_at != NEVER and state.may_store:
+            self._due.add(req_id, max(1, state.blocks.store_at - num_computed))
 
     def due_of(self, state: RequestState, num_computed: int, num_before: int) -> Due | None:
         """Returns the request's whole blocks of computed, known tokens that were not stored yet; None if it is too
         early for one, or if nothing of the request may be stored."""
         blocks = state.blocks
-        if num_computed < blocks.store_at or state.request.num_tokens < blocks.store_at:
-            return None
-        if state.phase is Phase.LOADING or not state.may_store:
+        is_early = num_computed < blocks.store_at or state.request.num_tokens < blocks.store_at
+        if is_early or state.phase is Phase.LOADING or not state.may_store:
             return None
         if not state.extend_keys() and self.leaving is not None:
             self.leaving.drop_tables(state)
         found, next_store = blocks.due(num_computed, num_before, with_loaded=self.leaving is not None)
         return Due(state, num_computed, found, next_store)
 
-    def _store(self, dues: list[Due]) -> dict[int, TransferSpec]:
-        """Makes the jobs for all blocks that there is room for. Single blocks, as decoding completes them, share one
-        job if there is room for all. Each prompt's blocks are a job of their own, because policies judge a chain by its
-        depth."""
-        single: list[Due] = []
-        chains: list[Due] = []
-        factors, leaving = self._layout.factors, self.leaving
+    def _store(self, dues: list[Due]) -> None:
+        """Makes the jobs for all blocks that there is room for. Single blocks, as decoding completes them, share one if
+        it has room for all. Each prompt's blocks have one of their own, because policies judge a chain by its depth."""
+        single, chains = list[Due](), list[Due]()
+        groups, leaving = self._layout.groups, self.leaving
         for due in dues:
             if leaving is not None and due.state.context.hints is None:
-                if left := leaving.device.hold(due.state, due.blocks):
-                    leaving.note_left(left)
+                leaving.note_left(leaving.device.hold(due.state, due.blocks))
                 if self._is_late and not due.state.options.remote_decode:
                     due.state.blocks.stored_up_to(due.next_store)
                     continue
@@ -299,34 +375,28 @@ class StorePlanner:
                 # Only single blocks with all of their device blocks can share a job. What is to be retained, or handed
                 # over, is stored whatever it seems to be worth.
                 block, options = due.blocks[0], due.state.options
-                is_promised = bool(options.retain_s) or options.remote_decode
-                is_single = (
-                    len(due.blocks) == 1 and len(block.device_blocks) == factors[block.group] and not is_promised
-                )
-                (single if is_single else chains).append(due)
+                is_whole = len(block.device_blocks) == groups[block.group].block_size_factor
+                is_promised = options.retain_s or options.remote_decode
+                (single if len(due.blocks) == 1 and is_whole and not is_promised else chains).append(due)
                 continue
             if due.blocks:
                 keys = [block.key for block in due.blocks]
                 self._manager.prepare_store(keys, due.state.context, Offer.BEHIND_REFUSED)
             due.state.blocks.stored_up_to(due.next_store)
-        specs: dict[int, TransferSpec] = {}
-        if len(single) > 1:
-            output = self._manager.prepare_store([due.blocks[0].key for due in single])
-            if output is not None:
-                self._start(single, output, specs)
-                single = []
+        if len(single) > 1 and (output := self._manager.prepare_store([due.blocks[0].key for due in single])):
+            self._start(single, output)
+            single = []
         for due in [*chains, *single]:
             output = self._manager.prepare_store([block.key for block in due.blocks], due.state.context)
             if output is None:
                 self._jobs.refuse_store()
             else:
-                self._start([due], output, specs)
-        return specs
+                self._start([due], output)
 
-    def _start(self, dues: list[Due], output: PrepareStoreOutput, specs: dict[int, TransferSpec]) -> None:
+    def _start(self, dues: list[Due], output: PrepareStoreOutput) -> None:
         """Makes one job of the blocks for which ``output`` has room."""
         refused = frozenset(output.refused_keys)
-        new: list[tuple[RequestState | None, Block]] = []
+        new: DescribedBlocks = []
         states: dict[int, RequestState] = {}
         blocks_of, traced = dict[int, int](), self._layout.traced
         # If two requests have the same block, the first one stores it.
@@ -334,6 +404,7 @@ class StorePlanner:
         for due in dues:
             state = due.state
             state.blocks.stored_up_to(due.next_store)
+            number = state.observed.number
             for block in due.blocks:
                 key = block.key
                 if key in wanted:
@@ -342,16 +413,7 @@ class StorePlanner:
                     states[id(state)] = state
                     state.blocks.stored.append(key)
                     if block.group == traced:
-                        blocks_of[state.number] = blocks_of.get(state.number, 0) + 1
+                        blocks_of[number] = blocks_of.get(number, 0) + 1
                 elif key in refused and block.group not in self._layout.states:
                     state.storing = Storing.REFUSED
-        self._jobs.add_store(new, list(states.values()), output, specs, blocks_of)
-
-
-def _together(layout: KeyLayout) -> int:
-    """Returns the number of steps whose blocks are stored together. In a window, what a block needs may be gone a step
-    later."""
-    if layout.windows or not layout.full:
-        return 1
-    fewest = min(layout.block_tokens[g] for g in layout.full)
-    return max(1, min(MAX_TOGETHER, int(fewest * TOGETHER_SHARE)))
+        self._jobs.add_store(new, list(states.values()), output, blocks_of)

@@ -1,4 +1,4 @@
-"""The worker half of the connector: carries out the jobs of each step and reports how they ended."""
+"""The worker half of the connector: carries out the jobs of each step, and compares the weights that they need."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from kvoffload.abc import Transfer, TransferResult, TransferSpec
-from kvoffload.connector.adapters import AdapterCheck, AdapterChecks, AdapterWatch
+from kvoffload.connector.adapters import AdapterChecks, AdapterNeed, AdapterWatch
 from kvoffload.connector.messages import StepMeta, WorkerReport
-from kvoffload.connector.weights import WeightComparisons, WeightWatch
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +43,10 @@ class _PendingJob:
     epoch: int
     comparison: int
     """Number of the comparison of weights that must have ended before this job is reported as successful."""
-    check: AdapterCheck | None = None
-    """Of the adapter that a load needs."""
+    need: AdapterNeed | None = None
+    """The adapter that a load needs."""
+    has_passed: Callable[[], bool | None] | None = None
+    """Its check, which begins when the load has ended."""
     tries_left: int = MAX_TRIES - 1
     after: set[int] = field(default_factory=set)
     """Stores that must have read the device blocks of a load before it starts."""
@@ -52,6 +54,90 @@ class _PendingJob:
     """See StepMeta."""
     broken: list[int] | None = None
     """The device blocks of all pieces, if the others cannot be loaded."""
+
+
+class WeightWatch(Protocol):
+    """Compares the weights of one rank with the weights that it accepted last, at first with those at its creation."""
+
+    def accept(self) -> None:
+        """Accepts the weights as they are after all work issued so far. Cancels a comparison in progress."""
+
+    def begin(self) -> None:
+        """Begins to compare the weights as they are after all work issued so far. Does not wait for the device."""
+
+    def poll(self) -> bool | None:
+        """Returns whether the weights differed at the last ``begin``, or None while that is not known."""
+
+    def are_same(self) -> bool:
+        """Returns whether every byte of the weights is as it was when they were last accepted; False if that is not
+        known. Takes as long as the device needs to read them. After True, the next comparison expects the weights at
+        their present addresses."""
+
+
+class WeightComparisons:
+    """Compares the weights in every step that computes or has jobs, in the background: a block is stored long after its
+    tokens were computed, and the weights may be the former ones again by then. The comparisons are numbered: a job
+    belongs to the ``latest`` one when it begins, and can be trusted when that one, or a later one, has succeeded.
+
+    Without ``watch`` nothing is compared, and jobs are trusted at once. Errors of the watch are raised.
+    """
+
+    def __init__(self, watch: WeightWatch | None = None) -> None:
+        self.watch = watch
+        self.latest = 0
+        """Number of the latest comparison that a step needs."""
+        self.is_stale = False
+        """Whether the weights have changed in this epoch."""
+        self._must_accept = False
+        """Whether a new epoch has begun and no step of it has used the weights yet."""
+        self._begun = self.answered = 0
+        """Numbers of the latest comparisons that have begun and that have ended."""
+
+    def begin_epoch(self) -> None:
+        """Called when the scheduler half has dropped all blocks: the weights that the next step uses are accepted."""
+        self.is_stale, self._must_accept = False, True
+        self.latest = self.answered = self._begun
+
+    def cancel_pending(self) -> None:
+        """Begins no comparison before the next step that needs one, because the weights may lose their memory."""
+        self.latest = self._begun
+
+    def use(self) -> bool:
+        """Accepts or compares the weights for a step that uses them. Returns whether a change was found."""
+        if self.watch is None:
+            return False
+        if self._must_accept:
+            self._must_accept = False
+            self.watch.accept()
+        elif not self.is_stale:
+            self.latest += 1
+            return self.advance()
+        return False
+
+    def are_same(self) -> bool:
+        """Whether the weights are known to be those of the epoch before. If so, this epoch need not accept them."""
+        if self.watch is None or not self._must_accept:
+            return False
+        self._must_accept = not self.watch.are_same()
+        return not self._must_accept
+
+    def advance(self) -> bool:
+        """Begins the comparison that is needed, unless one is in progress, and processes the result of the one that has
+        ended. Returns whether it found a change."""
+        if self.watch is None:
+            return False
+        while self.answered < self.latest and not self.is_stale:
+            if self._begun == self.answered:
+                self.watch.begin()
+                self._begun = self.latest
+            changed = self.watch.poll()
+            if changed is None:
+                return False
+            self.answered = self._begun
+            if changed:
+                self.is_stale = True
+                return True
+        return False
 
 
 class OffloadingConnectorWorker:
@@ -127,12 +213,10 @@ class OffloadingConnectorWorker:
             self._accept_store(job_id, meta.stores[job_id])
         self._submit_stores()
         if not self._broken:
-            try:
+            with self._errors_end_offloading():
                 if meta.fences:
                     self.transfer.wait(meta.fences, meta.fenced_blocks)
                 self.transfer.before_forward()
-            except Exception:
-                self._give_up()
         for job_id in meta.fences:
             if job_id in self._jobs:
                 # From here on its source may be overwritten, so a second try could read other bytes.
@@ -142,9 +226,8 @@ class OffloadingConnectorWorker:
         """Starts the loads of the step, or lets them wait for the stores that read their device blocks. Nothing uses
         these before the loads are reported."""
         for job_id, spec in meta.loads.items():
-            check = AdapterCheck(self.adapters, meta.needs[job_id]) if job_id in meta.needs else None
-            job = self._jobs[job_id] = _PendingJob(spec, False, self._epoch, self.weights.latest, check)
-            job.piece = meta.pieces.get(job_id)
+            job = self._jobs[job_id] = _PendingJob(spec, False, self._epoch, self.weights.latest)
+            job.need, job.piece = meta.needs.get(job_id), meta.pieces.get(job_id)
             unread = set(self._jobs).difference(result.job_id for result in self._unconfirmed)
             job.after = unread.intersection(meta.load_after.get(job_id, ()))
             if job.after:
@@ -180,10 +263,8 @@ class OffloadingConnectorWorker:
         self._collect(busy=meta.has_tokens)
         is_idle = not meta.has_tokens and not self._finished.loaded
         if is_idle and any(not job.is_store for job in self._jobs.values()):
-            try:
+            with self._errors_end_offloading():
                 self.transfer.wait_any(self.idle_wait_s)
-            except Exception:
-                self._give_up()
             self._collect(busy=False)
         finished, self._finished = self._finished, Finished()
         return finished
@@ -206,7 +287,7 @@ class OffloadingConnectorWorker:
         if self._broken:
             return
         deadline = time.monotonic() + self.suspend_deadline_s
-        try:
+        with self._errors_end_offloading():
             self._submit_stores()
             self.transfer.wait(list(self._jobs))
             self._collect(busy=False)
@@ -216,8 +297,6 @@ class OffloadingConnectorWorker:
                     raise TimeoutError(f"{len(self._jobs)} copies did not end within {self.suspend_deadline_s} s")
                 self.transfer.wait_any(left)
                 self._collect(busy=False)
-        except Exception:
-            self._give_up()
         self.weights.cancel_pending()
 
     def resume(self) -> None:
@@ -234,22 +313,17 @@ class OffloadingConnectorWorker:
             self.weights.begin_epoch()
         is_able = not self._broken and not self._suspended
         if meta.check_weights is not None:
-            self._report.done[meta.check_weights] = 1
-            try:
+            self._report.done[meta.check_weights], are_same = 1, False
+            with self._errors_end_offloading():
                 are_same = is_able and self.weights.are_same()
-            except Exception:
-                self._give_up()
-                is_able = are_same = False
             if not are_same:
                 self._report.failed.add(meta.check_weights)
         # Steps without tokens and jobs must not read the weights: a sleeping engine runs such steps while its weights
         # have no memory. While suspended all jobs fail anyway.
-        if is_able and (meta.has_tokens or meta.loads or meta.stores):
-            try:
+        if is_able and not self._broken and (meta.has_tokens or meta.loads or meta.stores):
+            with self._errors_end_offloading():
                 if self.weights.use():
                     self._report.changed_at = self._epoch
-            except Exception:
-                self._give_up()
 
     def _is_outdated(self, job: _PendingJob) -> bool:
         return self.weights.is_stale or job.epoch != self._epoch
@@ -274,8 +348,13 @@ class OffloadingConnectorWorker:
         if self._broken or self._suspended or self._is_outdated(job):
             self._end(TransferResult(job_id, ok=False))
             return
-        try:
+        with self._errors_end_offloading():
             self.transfer.submit(job_id, job.spec, job.is_store)
+
+    @contextlib.contextmanager
+    def _errors_end_offloading(self) -> Iterator[None]:
+        try:
+            yield
         except Exception:
             self._give_up()
 
@@ -295,14 +374,11 @@ class OffloadingConnectorWorker:
     def _collect(self, busy: bool) -> None:
         if self._broken:
             return
-        try:
-            results = self.transfer.poll(busy)
+        ended, self._unconfirmed = self._unconfirmed, []
+        with self._errors_end_offloading():
+            ended += self.transfer.poll(busy)
             if self.weights.advance():
                 self._report.changed_at = self._epoch
-        except Exception:
-            self._give_up()
-            return
-        ended, self._unconfirmed = [*self._unconfirmed, *results], []
         for result in ended:
             job = self._jobs.get(result.job_id)
             if job is None:
@@ -313,15 +389,20 @@ class OffloadingConnectorWorker:
             elif not result.ok and job.tries_left and not self._suspended:
                 job.tries_left -= 1
                 self._submit(result.job_id)
-            elif result.ok and not self._is_outdated(job) and not self._is_confirmed(job):
+            elif result.ok and not self._is_outdated(job) and self._is_unconfirmed(job):
                 self._unconfirmed.append(result)
                 self._end_reading(result.job_id)
             else:
                 self._end(result)
 
-    def _is_confirmed(self, job: _PendingJob) -> bool:
-        """Whether its weights and its adapter were compared."""
-        return self.weights.has_answered(job.comparison) and (job.check is None or not job.check.is_running())
+    def _is_unconfirmed(self, job: _PendingJob) -> bool:
+        """Whether a comparison of its weights, or the check of its adapter, is in progress."""
+        return job.comparison > self.weights.answered or self._fits_adapter(job) is None
+
+    def _fits_adapter(self, job: _PendingJob) -> bool | None:
+        if job.need is not None and job.has_passed is None:
+            job.has_passed = self.adapters.begin_check(job.need)
+        return job.has_passed is None or job.has_passed()
 
     def _end_reading(self, job_id: int) -> None:
         """Starts the loads that have waited for this store only."""
@@ -336,7 +417,7 @@ class OffloadingConnectorWorker:
 
     def _end(self, result: TransferResult) -> None:
         report, job = self._report, self._jobs.pop(result.job_id)
-        ok = result.ok and not self._is_outdated(job) and (job.check is None or job.check.has_passed())
+        ok = result.ok and not self._is_outdated(job) and bool(self._fits_adapter(job))
         report.done[result.job_id] = 1
         if not ok:
             report.failed.add(result.job_id)

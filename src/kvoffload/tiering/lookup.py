@@ -1,7 +1,7 @@
 """Which blocks a request can have: what the host and the lower tiers hold, whether or not a tier answers in time, and
 what of it is loaded, because there is room for it and that is faster than computing it.
 
-Each answers one question of ``connector/hits.py`` about keys; ``connector/lookups.py`` answers the request.
+Each answers one question of ``connector/lookups.py`` about keys, which answers the request.
 """
 
 from __future__ import annotations

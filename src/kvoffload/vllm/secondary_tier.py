@@ -21,7 +21,7 @@ from kvoffload.abc import ByteArray, ConfigError, OffloadKey
 from kvoffload.abc.tier import HIT, MISS
 from kvoffload.cache.keys import key_group_idx
 from kvoffload.config import IntegrationConfig
-from kvoffload.connector.guarded import guarded
+from kvoffload.connector.engine import guarded
 from kvoffload.fingerprints import fingerprint
 from kvoffload.observe.metrics import METRICS, PREFIX, Metrics
 from kvoffload.observe.server import RecordServer

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from kvoffload.connector.weights import WeightWatch
+from kvoffload.connector.worker import WeightWatch
 from kvoffload.vllm import versions
 from kvoffload.vllm.engine_worker import calling_worker, models_of
 
