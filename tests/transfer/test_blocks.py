@@ -20,13 +20,13 @@ from hypothesis import strategies as st
 from kvoffload.abc import ByteArray
 from kvoffload.native import load
 from kvoffload.transfer import blocks
-from kvoffload.transfer.blocks import STREAMS, BlockCopier, Place, PlainBlockCopier, choose_streams, merge_views
+from kvoffload.transfer.blocks import BlockCopier, Place, PlainBlockCopier, merge_views
 from kvoffload.transfer.copies import Numbers
 
 needs_native = pytest.mark.skipif(load("_copies") is None, reason="there is no native code here")
 COPIERS = [PlainBlockCopier, pytest.param(BlockCopier, marks=needs_native)]
-KINDS = [*STREAMS, 1, 3]
-PAGE_BYTES = [1, 3, 16, 63, 64, 65, 511, 512, 513, 575, 576, 767, 1000, 4096, 4097, 8192, 10_001]
+PAGE_BYTES = [1, 3, 64, 65, 1000, 2047, 2048, 2049, 2111, 2112, 2303, 4096, 4097, 8192, 10_001]
+"""From 2,048 on, pages are copied past the processor's caches."""
 
 Copy = Callable[[Numbers, Numbers, Numbers, bool], object]
 
@@ -144,24 +144,22 @@ def arguments_of(memory: Memory, merges: bool) -> tuple[list[ByteArray], ByteArr
     return [view[np.newaxis] for view in memory.views], memory.host, places
 
 
-def native_copy(streams: int, use_two_threads: bool) -> Callable[[Memory, bool], Copy]:
+def native_copy(use_two_threads: bool = False) -> Callable[[Memory, bool], Copy]:
     native: Any = load("_copies")
 
     def make(memory: Memory, merges: bool) -> Copy:
         copier = native.BlockCopier(*arguments_of(memory, merges))
-        return lambda *job: copier.copy_rows(*job, streams, use_two_threads)
+        return lambda *job: copier.copy_rows(*job, use_two_threads)
 
     return make
 
 
 @needs_native
 @settings(max_examples=150)
-@given(st.data(), layouts(), st.sampled_from(KINDS), st.booleans())
-def test_native_copies_are_those_of_the_plain_version(
-    data: st.DataObject, layout: Layout, streams: int, merges: bool
-) -> None:
+@given(st.data(), layouts(), st.booleans())
+def test_native_copies_are_those_of_the_plain_version(data: st.DataObject, layout: Layout, merges: bool) -> None:
     job = data.draw(jobs(layout))
-    assert same_as_plain(layout, job, native_copy(streams, False), merges)
+    assert same_as_plain(layout, job, native_copy(), merges)
 
 
 LARGE = Layout(((3, 1 << 20, 0, False), (2, (64 << 10) + 1, 7, True)), num_blocks=9, num_slots=3, factor=3, shift=5)
@@ -169,25 +167,24 @@ LARGE_JOB = numbers([8, 1, 0, 7, 2, 6]), numbers([2, 2, 2, 0, 0, 1]), numbers([0
 
 
 @needs_native
-@pytest.mark.parametrize("streams", STREAMS)
-def test_two_threads_copy_many_small_pages(streams: int) -> None:
+def test_two_threads_copy_many_small_pages() -> None:
     layout = Layout(((5, 3000, 8, False), (1, 100, 0, False)), num_blocks=600, num_slots=300, factor=2, shift=3)
     places = np.random.default_rng(0).permutation(600)
     job = np.random.default_rng(1).permutation(600), places // 2, places % 2
-    assert same_as_plain(layout, job, native_copy(streams, True), merges=True)
+    assert same_as_plain(layout, job, native_copy(use_two_threads=True), merges=True)
 
 
 @needs_native
 @pytest.mark.parametrize("fault", ["block", "slot", "part", "short", "swapped", "place"])
 def test_the_comparison_finds_a_copy_that_is_wrong_in_one_place(fault: str) -> None:
     """The negative control of the comparisons above."""
-    layout = Layout(((2, 513, 3, False), (1, 64, 0, True)), num_blocks=8, num_slots=4, factor=2, shift=1, gaps=(5, 0))
+    layout = Layout(((2, 2049, 3, False), (1, 64, 0, True)), num_blocks=8, num_slots=4, factor=2, shift=1, gaps=(5, 0))
     job = numbers([5, 0, 3]), numbers([1, 2, 2]), numbers([1, 0, 1])
 
     def make(memory: Memory, merges: bool) -> Copy:
         if fault == "place":
             memory.offsets = [at + 1 for at in memory.offsets or ()]
-        right = native_copy(8, False)(memory, merges)
+        right = native_copy()(memory, merges)
 
         def copy(device_blocks: Numbers, slots: Numbers, parts: Numbers, is_store: bool) -> None:
             last = numbers([0, 0, 1])
@@ -205,7 +202,7 @@ def test_the_comparison_finds_a_copy_that_is_wrong_in_one_place(fault: str) -> N
 
         return copy
 
-    assert same_as_plain(layout, job, native_copy(8, False), merges=True)
+    assert same_as_plain(layout, job, native_copy(), merges=True)
     assert not same_as_plain(layout, job, make, merges=True)
 
 
@@ -324,55 +321,6 @@ def test_read_only_memory_is_not_written_to(make: type[PlainBlockCopier], is_sto
     assert memory.contents() == before
 
 
-# The kind of copy.
-
-
-class Machine:
-    """Copies take the given seconds; by its clock too, and every so often much longer."""
-
-    def __init__(self, seconds: Sequence[float], slow: Callable[[int], bool] = lambda call: False) -> None:
-        self._seconds = dict(zip(STREAMS, seconds, strict=True))
-        self._slow = slow
-        self.calls: list[int] = []
-        self.now = 0.0
-
-    def measure(self, streams: int) -> float:
-        taken = self._seconds[streams] * (30 if self._slow(len(self.calls)) else 1)
-        self.calls.append(streams)
-        self.now += taken
-        return taken
-
-    def choice(self) -> int:
-        return choose_streams(self.measure, lambda: self.now)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "chosen"),
-    [
-        ((3, 2, 1), 8),
-        ((3, 1, 2), 4),
-        ((1, 2, 3), 0),
-        ((2, 1, 1), 4),
-        ((1, 1, 1), 0),
-        ((1, 0.96, 0.97), 0),
-        ((1, 0.96, 0.94), 8),
-        ((0, 0, 0), 0),
-    ],
-)
-def test_the_fastest_kind_is_chosen_and_memcpy_unless_another_is_clearly_faster(
-    seconds: Sequence[float], chosen: int
-) -> None:
-    assert Machine([each / 1000 for each in seconds]).choice() == chosen
-
-
-@pytest.mark.parametrize("seconds", [1e-9, 1e-4, 0.02, 1.0, 1000.0])
-def test_the_measurements_end(seconds: float) -> None:
-    slow = Machine((seconds, seconds / 2, seconds))
-    assert slow.choice() == 4
-    assert len(STREAMS) <= len(slow.calls) <= blocks.ROUNDS * len(STREAMS)
-    assert slow.now <= blocks.DEADLINE_S + len(STREAMS) * seconds, "a round began after the deadline"
-
-
 # Threads.
 
 
@@ -403,53 +351,50 @@ def one_processor() -> Iterator[None]:
 def test_a_large_job_is_copied_by_two_threads_of_which_one_ends_with_it() -> None:
     copier, job = large_copier()
     before = set(os.listdir("/proc/self/task"))
-    assert copier.copy_rows(*job, True, 8, True) == 2
+    assert copier.copy_rows(*job, True, True) == 2
     end = time.monotonic() + 60
     # The kernel removes the entry of a thread a little after it has ended.
     while not set(os.listdir("/proc/self/task")) <= before:
         assert time.monotonic() < end, "the thread is still there"
         time.sleep(0.001)
-    assert copier.copy_rows(*job, True, 8, False) == 1
+    assert copier.copy_rows(*job, True, False) == 1
 
 
 @needs_native
 def test_a_thread_that_may_use_one_processor_copies_alone(one_processor: None) -> None:
     copier, job = large_copier()
-    assert copier.copy_rows(*job, True, 8, True) == 1
+    assert copier.copy_rows(*job, True, True) == 1
 
 
 @needs_native
 def test_a_small_job_is_copied_by_one_thread() -> None:
     memory = SMALL.memory()
     copier: Any = BlockCopier(merge_views(memory.views)[0], memory.host)
-    assert copier.copy_rows(numbers([1, 2]), numbers([1, 1]), numbers([0, 1]), True, 8, True) == 1
+    assert copier.copy_rows(numbers([1, 2]), numbers([1, 1]), numbers([0, 1]), True, True) == 1
 
 
 @needs_native
-@pytest.mark.parametrize("is_store", [True, False])
-def test_the_size_of_a_job_decides_about_the_second_thread(is_store: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_size_of_a_job_decides_about_the_second_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = SMALL.memory()
     copier: Any = BlockCopier(merge_views(memory.views)[0], memory.host)
-    copier.streams = [4, 8]
     modes = []
-    monkeypatch.setattr(type(copier), "copy_rows", lambda self, *arguments: modes.append(arguments[-2:]))
+    monkeypatch.setattr(type(copier), "copy_rows", lambda self, *arguments: modes.append(arguments[-1]))
     monkeypatch.setattr(blocks, "TWO_THREADS_BYTES", 3 * 1200)
     for n in (2, 3):
-        copier.copy(numbers(range(n)), numbers([0] * n), numbers([0] * n), is_store)
-    streams = 8 if is_store else 4
-    assert modes == [(streams, False), (streams, True)]
+        copier.copy(numbers(range(n)), numbers([0] * n), numbers([0] * n), True)
+    assert modes == [False, True]
 
 
 @needs_native
 def test_a_forked_process_copies_too() -> None:
     copier, job = large_copier()
-    copier.copy_rows(*job, True, 8, True)
+    copier.copy_rows(*job, True, True)
     pid = os.fork()
     if pid == 0:
         ok = False
         try:
-            ok = same_as_plain(LARGE, LARGE_JOB, native_copy(8, True), merges=True)
-            copier.copy_rows(*job, True, 8, True)
+            ok = same_as_plain(LARGE, LARGE_JOB, native_copy(use_two_threads=True), merges=True)
+            copier.copy_rows(*job, True, True)
         finally:
             os._exit(0 if ok else 1)
     assert os.waitpid(pid, 0)[1] == 0

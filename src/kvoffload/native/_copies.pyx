@@ -36,14 +36,7 @@ cdef extern from "copying.h" nogil:
         Py_ssize_t rows_at_once
         Py_ssize_t next
         int is_store
-        int streams
-    enum:
-        KVO_MAX_STREAMS
-    int kvo_can_bypass()
     int kvo_run_job(kvo_job* job, int wants_help)
-    void kvo_evict(const char* data, Py_ssize_t nbytes)
-
-CAN_BYPASS = bool(kvo_can_bypass())
 
 cdef enum:
     TURN_BYTES = 2 << 20  # What a thread takes of a job at once.
@@ -67,13 +60,6 @@ cdef cnp.ndarray numbers_of(object array, str what, Py_ssize_t length):
     return cnp.PyArray_ContiguousFromAny(array, cnp.NPY_INT64, 1, 1)
 
 
-def evict(array):
-    """Removes a contiguous array from the processor's caches."""
-    if not cnp.PyArray_Check(array) or not cnp.PyArray_IS_C_CONTIGUOUS(<cnp.ndarray>array):
-        raise TypeError("only a contiguous array of numpy can be evicted")
-    kvo_evict(<const char*>cnp.PyArray_DATA(<cnp.ndarray>array), cnp.PyArray_NBYTES(<cnp.ndarray>array))
-
-
 cdef class BlockCopier:
     cdef list _views
     cdef cnp.ndarray _host
@@ -81,7 +67,6 @@ cdef class BlockCopier:
     cdef Py_ssize_t _num_runs, _num_blocks, _num_slots, _num_parts, _slot_step, _part_step
     cdef bint _can_load
     cdef readonly Py_ssize_t block_bytes
-    cdef readonly Py_ssize_t piece_bytes  # Of the longest piece of memory that holds pages of one block.
 
     def __cinit__(self, views, host, places=None):
         cdef cnp.ndarray view
@@ -96,7 +81,7 @@ cdef class BlockCopier:
         self._runs = <kvo_run*>malloc(max(1, self._num_runs) * sizeof(kvo_run))
         if self._runs is NULL:
             raise MemoryError
-        self.block_bytes = self.piece_bytes = 0
+        self.block_bytes = 0
         self._can_load = True
         for i in range(self._num_runs):
             view = self._views[i]
@@ -122,7 +107,6 @@ cdef class BlockCopier:
                 # The pages of a block are one piece of memory.
                 run.page_bytes *= run.num_layers
                 run.num_layers = 1
-            self.piece_bytes = max(self.piece_bytes, run.page_bytes)
         if places is None and row_bytes != self.block_bytes:
             raise ValueError(f"a row has {row_bytes} bytes, but a device block {self.block_bytes}")
         self._num_slots, self._num_parts = cnp.PyArray_DIM(self._host, 0), cnp.PyArray_DIM(self._host, 1)
@@ -132,13 +116,9 @@ cdef class BlockCopier:
     def __dealloc__(self):
         free(self._runs)
 
-    def copy_rows(self, device_blocks, slots, parts, bint is_store, int streams, bint use_two_threads):
-        """Copies ``streams`` pieces in turn, with stores that bypass the caches, or with 0 one after another.
-
-        Returns the number of threads that did it: two only if there is enough for both, and if this thread may run on
+    def copy_rows(self, device_blocks, slots, parts, bint is_store, bint use_two_threads):
+        """Returns the number of threads that did it: two only if there is enough for both, and if this thread may run on
         several processors."""
-        if not 0 <= streams <= KVO_MAX_STREAMS:
-            raise ValueError(f"{streams} pieces cannot be copied in turn, only up to {KVO_MAX_STREAMS}")
         if not cnp.PyArray_Check(device_blocks) or cnp.PyArray_NDIM(<cnp.ndarray>device_blocks) != 1:
             raise TypeError("device_blocks must be a numpy array of int64")
         if not (cnp.PyArray_ISWRITEABLE(self._host) if is_store else self._can_load):
@@ -173,7 +153,7 @@ cdef class BlockCopier:
             job.rows, job.num_rows = rows, n
             job.rows_at_once = max(1, TURN_BYTES // max(1, self.block_bytes))
             job.next = 0
-            job.is_store, job.streams = is_store, streams
+            job.is_store = is_store
             use_two_threads = use_two_threads and n > job.rows_at_once
             with nogil:
                 num_threads = kvo_run_job(&job, use_two_threads)

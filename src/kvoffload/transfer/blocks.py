@@ -2,38 +2,19 @@
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 from kvoffload.abc import ByteArray, Slots
 from kvoffload.native import load
 from kvoffload.transfer.copies import Numbers
-from kvoffload.units import format_bytes
-
-logger = logging.getLogger(__name__)
 
 Place: TypeAlias = tuple[int, int]
 """Where the first page of an array is in a row, and the distance from each page to the next, in bytes."""
 
-STREAMS = (0, 4, 8)
-"""The kinds of copy: the number of pieces of memory that are copied in turn, past the processor's caches; 0: one after
-another, by memcpy. Which is fastest depends on the processor and on the size of the pieces."""
-SHORTEST_PIECE = 512
-"""Shorter pieces are copied by memcpy."""
-LONGEST_PIECE = 256 << 10
-"""Longer pieces are copied as these are."""
-MEASURED_BYTES = 2 << 20
-ROUNDS = 5
-DEADLINE_S = 0.1
-"""No round of measurements begins later than this after the first."""
-LEAST_GAIN = 0.05
-"""The share of memcpy's time that another kind must save."""
 TWO_THREADS_BYTES = 64 << 20
 """From so many bytes on, a second thread helps. It saves at most 1 ms of a smaller copy, and delays it by more if other
 threads need the processors."""
@@ -133,65 +114,13 @@ def _address(view: ByteArray) -> int:
     return int(view.ctypes.data)
 
 
-def choose_streams(measure: Callable[[int], float], clock: Callable[[], float] = time.perf_counter) -> int:
-    """Returns the fastest of STREAMS, or 0 where none is clearly faster than memcpy.
-
-    ``measure`` copies once and returns the seconds. The kinds take turns, and the shortest time of each counts, because
-    other processes only add to it.
-    """
-    end = clock() + DEADLINE_S
-    rounds = [[measure(streams) for streams in STREAMS]]
-    while len(rounds) < ROUNDS and clock() < end:
-        rounds.append([measure(streams) for streams in STREAMS])
-    times = dict(zip(STREAMS, map(min, zip(*rounds, strict=True)), strict=True))
-    fastest = min(STREAMS, key=times.__getitem__)
-    return fastest if times[fastest] < (1 - LEAST_GAIN) * times[0] else 0
-
-
-@cache
-def fastest_streams(piece_bytes: int, is_store: bool) -> int:
-    """Returns the fastest of STREAMS for such pieces, in random order and in no cache, with native code.
-
-    It is measured on the first call, which takes about ten milliseconds.
-    """
-    native: Any = load("_copies")
-    if piece_bytes < SHORTEST_PIECE or not native.CAN_BYPASS:
-        return 0
-    device, host = (np.ones(MEASURED_BYTES, dtype=np.uint8) for _ in range(2))
-    copier = native.BlockCopier([device.reshape(1, -1, piece_bytes)], host.reshape(-1, 1, piece_bytes))
-    num_pieces = MEASURED_BYTES // piece_bytes
-    blocks, slots = (np.random.default_rng(seed).permutation(num_pieces) for seed in range(2))
-    parts = np.zeros(num_pieces, dtype=np.int64)
-
-    def measure(streams: int) -> float:
-        native.evict(device)
-        native.evict(host)
-        begun = time.perf_counter()
-        copier.copy_rows(blocks, slots, parts, is_store, streams, False)
-        return time.perf_counter() - begun
-
-    streams = choose_streams(measure)
-    logger.debug(
-        "kvoffload: %s of %s per page are fastest %s",
-        "stores" if is_store else "loads",
-        format_bytes(piece_bytes),
-        f"past the caches, {streams} pages in turn" if streams else "by memcpy",
-    )
-    return streams
-
-
 if TYPE_CHECKING or (native := load("_copies")) is None:
     BlockCopier = PlainBlockCopier
 else:
 
     class BlockCopier(native.BlockCopier):
-        """Copies without Python's lock, and large jobs on two threads, with the kind of copy that is fastest here."""
-
-        def __init__(self, views: Sequence[ByteArray], host: ByteArray, places: Sequence[Place] | None = None) -> None:
-            power_of_2 = 1 << min(self.piece_bytes, LONGEST_PIECE).bit_length() >> 1
-            self.streams = [fastest_streams(power_of_2, is_store) for is_store in (False, True)]
+        """Copies without Python's lock, and large jobs on two threads."""
 
         def copy(self, device_blocks: Numbers, slots: Slots, parts: Numbers, is_store: bool) -> None:
             nbytes = len(device_blocks) * self.block_bytes
-            streams = self.streams[is_store]
-            self.copy_rows(device_blocks, slots, parts, is_store, streams, nbytes >= TWO_THREADS_BYTES)
+            self.copy_rows(device_blocks, slots, parts, is_store, nbytes >= TWO_THREADS_BYTES)
