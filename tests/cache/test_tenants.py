@@ -17,7 +17,6 @@ from kvoffload.abc import (
     LoadStoreSpec,
     LookupState,
     Offer,
-    OffloadingManager,
     OffloadKey,
     ReqContext,
 )
@@ -30,7 +29,8 @@ from kvoffload.cache.policies.tenants import TenantPolicy, _from_the_top
 from kvoffload.cache.slots import HostBackend
 from kvoffload.cache.tenants import OTHER, Shares, TenantConfig, Tenants
 from kvoffload.testing.conformance import PolicyConformance
-from tests.suites.conformance import ManagerConformance
+from tests.suites.reference import ReferenceLRUManager
+from tests.suites.stateful import WALK_SEEDS, manager_machine, walk
 
 NAMES = ("a", "b", OTHER)
 
@@ -97,11 +97,9 @@ class TestThreeTenants(PolicyConformance):
         return make_policy("lru", capacity, made)
 
 
-class TestManagerWithTenants(ManagerConformance):
-    """Beside tenants that store nothing, to whom nothing is guaranteed."""
-
-    def make_manager(self, num_blocks: int) -> OffloadingManager:
-        return manager(shares(num_blocks, (0, 0, 0)))
+@pytest.mark.parametrize("seed", WALK_SEEDS[::2])
+def test_a_tenant_beside_others_that_store_nothing_has_it_all(seed: int) -> None:
+    walk(manager_machine(lambda n: manager(shares(n, (0, 0, 0))), ReferenceLRUManager), seed)
 
 
 # Who loses.

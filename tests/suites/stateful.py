@@ -104,6 +104,8 @@ class ManagerMachine(RuleBasedStateMachine):
         assert self.manager.lookup(keys, context) == self.reference.lookup(keys, context)
         expected = self.reference.lookup_each(keys, context)
         assert self.manager.lookup_each(keys, context).tolist() == expected.tolist()
+        run = self.manager.lookup_each(keys, context, Need.RUN) == LookupState.HIT
+        assert [*run.tolist(), False].index(False) == self.reference.lookup(keys, context)
         last = self.manager.lookup_each(keys, context, Need.LAST) == LookupState.HIT
         assert last.nonzero()[0][-1:].tolist() == (expected == LookupState.HIT).nonzero()[0][-1:].tolist()
 
@@ -153,6 +155,13 @@ class ManagerMachine(RuleBasedStateMachine):
         keys = self.loads.pop(which % len(self.loads))
         if self.end_load(keys + self.keys(others)) is not None:
             self.loads.append(keys)
+
+    @rule(batch=batches)
+    def drop(self, batch: list[int]) -> None:
+        self.take_events()
+        for manager in (self.manager, self.reference):
+            manager.drop(self.keys(batch))
+        self.compare_removals()
 
     @rule()
     def take_events(self) -> None:
@@ -266,6 +275,9 @@ class ManagerMachine(RuleBasedStateMachine):
         self.take_events()
         self.manager.reset()
         self.reference.reset()
+        self.compare_removals()
+
+    def compare_removals(self) -> None:
         assert sorted(flat_events(self.manager)) == sorted(flat_events(self.reference))
         self.forget_freed_slots()
 
@@ -336,6 +348,8 @@ def walk(machine_class: type[ManagerMachine], seed: int, num_blocks: int | None 
             rules.append(lambda: machine.complete_load(rng.randrange(3), []))
         if rng.random() < 0.01:
             machine.reset_now()
+        if rng.random() < 0.03:
+            machine.drop(batch()[:3])
         rng.choice(rules)()
         machine.integrity_holds()
         machine.both_know_the_same()
