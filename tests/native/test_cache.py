@@ -247,7 +247,6 @@ def ask_table(rng: random.Random, twins: Twins, capacity: int) -> None:
     twins.call("used", slots - rng.choice([0, 1]))
     twins.call("chain", slots - rng.choice([0, 1]), asked[:9])
     twins.call("is_writing", slots - rng.choice([0, 1]))
-    twins.call("is_dropped", slots)
     twins.call("is_loadable", slots)
     for name in ("is_writing", "pin", "unpin", "set_ready", "remove", "idle", "used", "being_written"):
         twins.call(name, array([10**6]))

@@ -40,7 +40,7 @@ from kvoffload.cache.bills import TenantCounts
 from kvoffload.cache.history import History
 from kvoffload.cache.misses import MissMemory
 from kvoffload.cache.policies.lru import LRUPolicy
-from kvoffload.cache.room import NO_SLOTS, room_of
+from kvoffload.cache.room import NO_SLOTS, Room
 from kvoffload.cache.table import BlockTable
 from kvoffload.cache.tenants import HOST
 
@@ -88,8 +88,9 @@ class PolicyOffloadingManager(OffloadingManager):
         """Decides which new blocks are stored. None: all are. May be set."""
         self.table = BlockTable(backend.num_blocks)
         """Which block is in which slot. Others only read it."""
-        self.room, self._hints = room_of(backend, policy, self.table)
+        self.room = Room(backend, policy, self.table)
         """How blocks leave for others, and what each tenant may have."""
+        self._hints = self.room.hints
         self.retention = self.room.retention(self._pin, self._unpin, clock)
         """Which blocks stay for a promised time."""
         self.history = History(backend.medium, self.table, misses or MissMemory(clock=clock), enable_events)
@@ -216,7 +217,7 @@ class PolicyOffloadingManager(OffloadingManager):
             return None
         if worthless and not self.is_behind_device:
             self.policy.refuse(worthless)
-        evicted = self.room.evict(plan, tail_first) if plan.n > 0 else []
+        evicted = self.room.evict(plan, tail_first)
         if evicted:
             self.history.evicted(evicted)
         slots = self.backend.allocate_blocks(new_keys)
@@ -252,7 +253,7 @@ class PolicyOffloadingManager(OffloadingManager):
     def _take_back(self, slots: Slots) -> list[OffloadKey]:
         """Frees ``slots``, which are being written. Returns the keys of those that were not dropped meanwhile."""
         freed = self.table.being_written(slots)
-        known = freed[~self.table.is_dropped(freed)]
+        known = freed[~self.table.dropped[freed]]
         self.room.remove(known)
         failed: list[OffloadKey] = self.table.key_of[known].tolist()
         self.table.remove(freed)
@@ -413,7 +414,6 @@ class PolicyOffloadingManager(OffloadingManager):
         self.backend.check_integrity()
         if self.admission is not None:
             self.admission.check_integrity()
-        self._hints.check_integrity()
         self.retention.check_integrity()
         if self.table.num_held != self.num_used_blocks:
             raise IntegrityError("slots handed out and blocks held do not match")
