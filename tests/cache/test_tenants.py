@@ -361,13 +361,6 @@ def test_a_tier_may_have_less_room_for_blocks_than_its_budget() -> None:
         tenants.shares("disk", 9, 100, engines=2)
 
 
-def test_shares_that_cannot_be_kept_are_refused() -> None:
-    with pytest.raises(ConfigError, match="11 blocks are guaranteed, and the tier has 10"):
-        shares(10, (6, 5, 0))
-    with pytest.raises(ConfigError, match=r"tenants\.a: its quota has room for 0 blocks; raise it"):
-        shares(10, (0, 0, 0), (0, 10, 10))
-
-
 @pytest.mark.parametrize(
     ("a", "b", "wrong"),
     [

@@ -132,7 +132,7 @@ def test_default_sizes_without_room_are_left_out(trace: Trace) -> None:
     ("choices", "tenant", "message"),
     [
         (Choices(ram=[99 * GIB]), TenantConfig("a", {HOST: 100 * GIB}), "100 GiB of host are guaranteed"),
-        (Choices(ram=[99 * GIB]), TenantConfig("a", {}, {}, {HOST: 50 * GIB}), "50 blocks may be retained"),
+        (Choices(ram=[99 * GIB]), TenantConfig("a", {}, {}, {HOST: 50 * GIB}), "50 GiB of host may be retained"),
         (Choices(ram=[99 * GIB, 1 << 40]), TenantConfig("a", {HOST: 100 * GIB}), "100 GiB of host are guaranteed"),
         (Choices(disk=[99 * GIB]), TenantConfig("a", {DISK: 100 * GIB}), "100 GiB of disk are guaranteed"),
         (Choices(ram=[99 * GIB]), TenantConfig("a", {DISK: 100 * GIB}), "^disk=none: .* need 100 GiB of disk; give"),
