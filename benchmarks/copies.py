@@ -31,7 +31,7 @@ from benchmarks.report import Row, publish
 from kvoffload.abc import ByteArray
 from kvoffload.host.pool import HostPool, padded_slot_bytes
 from kvoffload.native import load
-from kvoffload.transfer.blocks import BlockCopier, PlainBlockCopier, merge_views
+from kvoffload.transfer.blocks import BlockCopier, PlainBlockCopier
 from kvoffload.transfer.copies import Numbers
 
 KIB = 1 << 10
@@ -94,11 +94,11 @@ def page_copies(device: ByteArray, host: ByteArray, is_store: bool) -> dict[str,
         np.zeros(num_blocks, dtype=np.int64),
         is_store,
     )
-    views = merge_views(list(device))[0]
-    plain = partial(PlainBlockCopier(views, host).copy, *job)
+    arguments = list(device), host, [layer * device.shape[2] for layer in range(len(device))]
+    plain = partial(PlainBlockCopier(*arguments).copy, *job)
     copies: dict[str, Copies] = {ONE: {"plain": plain}, TWO: {"plain": plain}}
     if load("_copies") is not None:
-        copier: Any = BlockCopier(views, host)
+        copier: Any = BlockCopier(*arguments)
         for threads, named in copies.items():
             named[NATIVE] = partial(copier.copy_rows, *job, threads == TWO)
     return copies
@@ -130,8 +130,8 @@ def placed_copies(device: ByteArray, pool: ByteArray, is_store: bool, blocks_per
     for name, ranks in (("own pool", 1), ("shared pool", RANKS)):
         row_bytes = ranks * layers * page
         host = pool.reshape(-1)[: num_blocks * row_bytes].reshape(num_blocks, 1, row_bytes)
-        views, places = merge_views(list(device), [layer * ranks * page for layer in range(layers)])
-        copies[name] = partial(copy_jobs, BlockCopier(views, host, places), jobs, is_store)
+        offsets = [layer * ranks * page for layer in range(layers)]
+        copies[name] = partial(copy_jobs, BlockCopier(list(device), host, offsets), jobs, is_store)
     return copies
 
 

@@ -17,7 +17,6 @@ from kvoffload.abc import (
     LookupState,
     MissReason,
     OffloadingManager,
-    OffloadKey,
     Slots,
 )
 from kvoffload.cache.keys import make_offload_key
@@ -25,6 +24,7 @@ from kvoffload.cache.manager import LRUOffloadingManager, PolicyOffloadingManage
 from kvoffload.cache.policies.lru import LRUPolicy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.testing.conformance import keys
+from tests.native.twins import COLLIDING
 from tests.suites.reference import ReferenceLRUManager
 from tests.suites.stateful import WALK_SEEDS, manager_machine, walk
 
@@ -108,36 +108,9 @@ def test_long_walk_matches_the_reference() -> None:
     walk(Machine, seed=0, num_blocks=64, num_steps=1500)
 
 
-class Key(bytes):
-    """A key whose hash can be chosen."""
-
-    hash_of: Callable[[int], int]
-    number: int
-
-    def __hash__(self) -> int:
-        return self.hash_of(self.number)
-
-
-HASHES: dict[str, Callable[[int], int]] = {
-    "all the same": lambda n: 7,
-    "all but the high bits the same": lambda n: 7 + (n << 32),
-    "all but the low bits the same": lambda n: 7 + (5 << 40) + n,
-    "a few, negative too": lambda n: (n % 5 - 2) << 33,
-}
-
-
 @pytest.mark.parametrize("num_blocks", [5, 40])
-@pytest.mark.parametrize("hashes", HASHES)
-def test_walk_with_keys_whose_hashes_collide(hashes: str, num_blocks: int) -> None:
-    class CollidingKey(Key):
-        hash_of = staticmethod(HASHES[hashes])
-
-    def make_key(n: int) -> OffloadKey:
-        key = CollidingKey(make_offload_key(b"%d" % n, 0))
-        key.number = n
-        return key
-
-    machine = manager_machine(make_lru, ReferenceLRUManager, make_key=make_key)
+def test_walk_with_keys_that_share_a_bucket(num_blocks: int) -> None:
+    machine = manager_machine(make_lru, ReferenceLRUManager, make_key=COLLIDING.__getitem__)
     for seed in range(3):
         walk(machine, seed, num_blocks)
 

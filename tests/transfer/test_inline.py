@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from kvoffload.abc import ByteArray, PageGroup, Placement, TransferSpec
 from kvoffload.host.pool import padded_slot_bytes
 from kvoffload.transfer import inline
-from kvoffload.transfer.blocks import merge_views
 from kvoffload.transfer.inline import InlineTransfer
 from tests.clock import Clock
 from tests.transfer.specs import job, spec_of
@@ -297,25 +296,6 @@ def test_two_ranks_share_slots_with_one_that_has_whole_blocks(factor: int) -> No
 def test_a_byte_of_another_rank_that_is_overwritten_is_noticed(factor: int) -> None:
     """The negative control of the test above."""
     assert not both_ranks_are_right(factor, shift=1)
-
-
-@pytest.mark.parametrize(
-    ("layout", "runs"),
-    [
-        (merged_layers, [3]),
-        (strided_layers, [3]),
-        (separate_layers, [1, 1, 1]),
-        (lambda: merged_layers()[::2], [2]),
-        (lambda: [*merged_layers(), noise(BLOCKS, 17)], [3, 1]),
-    ],
-)
-def test_neighbouring_layers_become_one_array(layout: Callable[[], list[ByteArray]], runs: list[int]) -> None:
-    views = layout()
-    merged = merge_views(views)[0]
-    assert [len(run) for run in merged] == runs
-    for page, view in zip((page for run in merged for page in run), views, strict=True):
-        assert np.array_equal(page, view)
-        assert np.shares_memory(page, view)
 
 
 def test_layers_live_as_long_as_the_transfer() -> None:

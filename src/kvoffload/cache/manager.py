@@ -98,11 +98,6 @@ class PolicyOffloadingManager(OffloadingManager):
 
     # Lookup.
 
-    def lookup(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> int | None:
-        if self.admission is not None:
-            self.admission.count(keys, req_context)
-        return self.table.leading_ready(keys)
-
     def lookup_each(
         self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, need: Need = Need.ALL
     ) -> States:
@@ -165,7 +160,7 @@ class PolicyOffloadingManager(OffloadingManager):
     def prepare_store(
         self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, offer: Offer = Offer.COMPUTED
     ) -> PrepareStoreOutput | None:
-        present, absent, homes = self.table.split(keys)
+        present, absent = self.table.split(keys)
         # What its tenant pays for, or somebody waits for, is stored, whatever it seems to be worth.
         hints = None if req_context is None else req_context.hints
         is_retained = absent and hints is not None and bool(hints.retain_s) and self.retention.allows(absent[0])
@@ -186,7 +181,7 @@ class PolicyOffloadingManager(OffloadingManager):
             worthless = list(compress(tail_first, ~admitted))
             tail_first = list(compress(tail_first, admitted))
             new_keys = tail_first[::-1]
-        output = self._store(tail_first, new_keys, homes if len(new_keys) == len(absent) else None, present, worthless)
+        output = self._store(tail_first, new_keys, present, worthless)
         if output is not None and refused:
             output = replace(output, refused_keys=[*output.refused_keys, *refused])
         return output
@@ -194,14 +189,13 @@ class PolicyOffloadingManager(OffloadingManager):
     def allocate(self, keys: Sequence[OffloadKey]) -> PrepareStoreOutput | None:
         """Does the same as ``prepare_store`` for blocks that neither admission nor policy may refuse, such as blocks
         from a lower tier."""
-        present, new_keys, homes = self.table.split(keys)
-        return self._store(new_keys[::-1], new_keys, homes, present, [])
+        present, new_keys = self.table.split(keys)
+        return self._store(new_keys[::-1], new_keys, present, [])
 
     def _store(
         self,
         tail_first: list[OffloadKey],
         new_keys: list[OffloadKey],
-        homes: object,
         present: Slots,
         worthless: list[OffloadKey],
     ) -> PrepareStoreOutput | None:
@@ -221,7 +215,7 @@ class PolicyOffloadingManager(OffloadingManager):
         if evicted:
             self.history.evicted(evicted)
         slots = self.backend.allocate_blocks(new_keys)
-        self.table.insert(new_keys, slots, homes)
+        self.table.insert(new_keys, slots)
         self.policy.insert(slots[::-1], tail_first)
         if self._hints.has_begun:
             self._hints.entered(slots)

@@ -32,13 +32,10 @@ enum { KVO_STREAMS = 8, KVO_TURN = 128, KVO_LINE = 64 };
 /* Shorter pieces are copied by memcpy, which is as fast. */
 enum { KVO_MIN_STREAMED = 2048 };
 
-/* Layers of equal pages at equal distances: page `layer` of device block `b` is at
-   data + layer * layer_step + b * block_step, and in a row at host_at + layer * host_step. */
+/* Bytes of each device block in one piece: those of block `b` are at data + b * block_step, and in a row at host_at. */
 typedef struct {
     char *data;
-    ptrdiff_t layer_step, block_step;
-    ptrdiff_t num_layers, page_bytes;
-    ptrdiff_t host_at, host_step;
+    ptrdiff_t block_step, page_bytes, host_at;
 } kvo_run;
 
 /* A device block and the row in the host pool that holds its pages. */
@@ -111,16 +108,12 @@ static inline void kvo_copy_piece(kvo_batch *batch, char *to, const char *from, 
    the host pool where it ended before. */
 static void kvo_copy_some_rows(const kvo_job *job, kvo_batch *batch, ptrdiff_t first, ptrdiff_t last) {
     for (const kvo_run *run = job->runs; run < job->runs + job->num_runs; run++) {
-        for (ptrdiff_t layer = 0; layer < run->num_layers; layer++) {
-            ptrdiff_t at = run->host_at + layer * run->host_step;
-            for (const kvo_row *row = job->rows + first; row < job->rows + last; row++) {
-                char *page = run->data + layer * run->layer_step + row->block * run->block_step;
-                char *host = row->host + at;
-                if (job->is_store)
-                    kvo_copy_piece(batch, host, page, run->page_bytes);
-                else
-                    kvo_copy_piece(batch, page, host, run->page_bytes);
-            }
+        for (const kvo_row *row = job->rows + first; row < job->rows + last; row++) {
+            char *page = run->data + row->block * run->block_step, *host = row->host + run->host_at;
+            if (job->is_store)
+                kvo_copy_piece(batch, host, page, run->page_bytes);
+            else
+                kvo_copy_piece(batch, page, host, run->page_bytes);
         }
     }
 }

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvoffload.native import load
 from kvoffload.transfer.cuda.calls import DriverCalls
 from kvoffload.transfer.cuda.cuda_device import CALLS, CudaDevice
 from kvoffload.transfer.cuda.driver import Driver
@@ -26,6 +27,8 @@ from kvoffload.transfer.cuda.start_check import CopiesHang
 from kvoffload.transfer.cuda.transfer import CudaTransfer
 from tests.transfer.cuda.calls import SIGNATURES, addresses, as_c, call
 from tests.transfer.cuda.emulator import Count, Emulator, Memory, bytes_at
+
+pytestmark = pytest.mark.skipif(load("_transfer") is None, reason="needs native code")
 
 NUM_BLOCKS, PAGE = 5, 96
 INVALID_VALUE, ILLEGAL_ADDRESS, NOT_READY, NOT_SUPPORTED = 1, 700, 600, 801

@@ -259,7 +259,7 @@ class TenantPolicy(CachePolicy):
         """Counts blocks that leave before any policy is asked as evicted. Returns how many of each tenant leave beside
         them. Raises IntegrityError if these are more of a tenant than the ``leaving`` ones."""
         early = np.bincount(self.tenant_of[slots], minlength=len(leaving))
-        rest = (np.array(leaving) - early).tolist()
+        rest: list[int] = (np.array(leaving) - early).tolist()
         if min(rest) < 0:
             raise IntegrityError("more blocks of a tenant leave early than it may lose")
         for blocks, n in zip(self.tenants, early.tolist(), strict=True):
