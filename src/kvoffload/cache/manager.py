@@ -98,6 +98,11 @@ class PolicyOffloadingManager(OffloadingManager):
 
     # Lookup.
 
+    def lookup(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> int | None:
+        if self.admission is not None:
+            self.admission.count(keys, req_context)
+        return self.table.leading_ready(keys)
+
     def lookup_each(
         self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, need: Need = Need.ALL
     ) -> States:
