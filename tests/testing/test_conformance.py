@@ -220,6 +220,28 @@ class CountsEveryLookup(ReferenceFilter):
         super().count(keys, None)
 
 
+class CountsDuplicates(ReferenceFilter):
+    def count(self, keys: Keys, req_context: ReqContext | None) -> None:
+        super().count(keys, req_context)
+        for key in {key for key in keys if list(keys).count(key) > 1}:
+            self.counts[key] += 1
+
+
+class CountsUpToTheFirstMiss(ReferenceFilter):
+    def count(self, keys: Keys, req_context: ReqContext | None) -> None:
+        super().count(keys[: (self.backing.lookup(keys) or 0) + 1], req_context)
+
+
+class ForgetsNothing(ReferenceFilter):
+    def count(self, keys: Keys, req_context: ReqContext | None) -> None:
+        self.max_tracker_size, size = 1 << 30, self.max_tracker_size
+        super().count(keys, req_context)
+        self.max_tracker_size = size
+
+    def check_integrity(self) -> None:
+        self.backing.check_integrity()
+
+
 class LetsInOneTooEarly(ReferenceFilter):
     def prepare_store(self, keys: Keys, *more: Any, **named: Any) -> PrepareStoreOutput | None:
         return self.backing.prepare_store([key for key in keys if self.counts.get(key, 0) > 1])
@@ -407,7 +429,7 @@ def through_a_manager(policy: type[PlainPolicy]) -> Callable[[int], PolicyOffloa
 
 
 def filtered(kind: type[ReferenceFilter]) -> Callable[[int], ReferenceFilter]:
-    return lambda n: kind(ReferenceLRUManager(n), store_threshold=3)
+    return lambda n: kind(ReferenceLRUManager(n), store_threshold=3, max_tracker_size=5)
 
 
 def test_nothing_is_found_where_nothing_is_wrong() -> None:
@@ -430,7 +452,7 @@ def test_the_machine_catches_a_wrong_manager(bug: type[ReferenceLRUManager]) -> 
 def test_the_machine_catches_a_wrong_policy_or_filter() -> None:
     for arc in (ARCIgnoresItsTarget, ARCGhostsWithoutBound):
         assert walk_finds(arc, ReferenceARCManager, compare_arc_lists), arc
-    for kind in (CountsEveryLookup, LetsInOneTooEarly):
+    for kind in ReferenceFilter.__subclasses__():
         assert walk_finds(filtered(kind), filtered(ReferenceFilter)), kind
     for policy in (EvictsBusy, PassesOverForGoodTheSecondTime):
         assert walk_finds(through_a_manager(policy), ReferenceLRUManager), policy
