@@ -31,7 +31,7 @@ from kvoffload.abc import (
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.slots import HostBackend
 from kvoffload.testing.conformance import PolicyConformance
-from tests.cache.reference_filter import ReferenceFilter
+from tests.cache.reference_filter import FilteredLRUManager
 from tests.cache.reference_policies import ReferenceARCManager
 from tests.suites.reference import ReferenceLRUManager, unique
 from tests.suites.stateful import manager_machine, walk
@@ -215,36 +215,36 @@ class ARCGhostsWithoutBound(ReferenceARCManager):
         return victim
 
 
-class CountsEveryLookup(ReferenceFilter):
+class CountsEveryLookup(FilteredLRUManager):
     def count(self, keys: Keys, req_context: ReqContext | None) -> None:
         super().count(keys, None)
 
 
-class CountsDuplicates(ReferenceFilter):
+class CountsDuplicates(FilteredLRUManager):
     def count(self, keys: Keys, req_context: ReqContext | None) -> None:
         super().count(keys, req_context)
         for key in {key for key in keys if list(keys).count(key) > 1}:
             self.counts[key] += 1
 
 
-class CountsUpToTheFirstMiss(ReferenceFilter):
+class CountsUpToTheFirstMiss(FilteredLRUManager):
     def count(self, keys: Keys, req_context: ReqContext | None) -> None:
-        super().count(keys[: (self.backing.lookup(keys) or 0) + 1], req_context)
+        super().count(keys[: (ReferenceLRUManager.lookup(self, keys) or 0) + 1], req_context)
 
 
-class ForgetsNothing(ReferenceFilter):
+class ForgetsNothing(FilteredLRUManager):
     def count(self, keys: Keys, req_context: ReqContext | None) -> None:
         self.max_tracker_size, size = 1 << 30, self.max_tracker_size
         super().count(keys, req_context)
         self.max_tracker_size = size
 
     def check_integrity(self) -> None:
-        self.backing.check_integrity()
+        ReferenceLRUManager.check_integrity(self)
 
 
-class LetsInOneTooEarly(ReferenceFilter):
-    def prepare_store(self, keys: Keys, *more: Any, **named: Any) -> PrepareStoreOutput | None:
-        return self.backing.prepare_store([key for key in keys if self.counts.get(key, 0) > 1])
+class LetsInOneTooEarly(FilteredLRUManager):
+    def is_admitted(self, key: OffloadKey) -> bool:
+        return self.counts.get(key, 0) > 1
 
 
 # Policies
@@ -428,15 +428,15 @@ def through_a_manager(policy: type[PlainPolicy]) -> Callable[[int], PolicyOffloa
     return lambda n: PolicyOffloadingManager(HostBackend(16, n), policy(n), enable_events=True)
 
 
-def filtered(kind: type[ReferenceFilter]) -> Callable[[int], ReferenceFilter]:
-    return lambda n: kind(ReferenceLRUManager(n), store_threshold=3, max_tracker_size=5)
+def filtered(kind: type[FilteredLRUManager]) -> Callable[[int], FilteredLRUManager]:
+    return lambda n: kind(n, store_threshold=3, max_tracker_size=5)
 
 
 def test_nothing_is_found_where_nothing_is_wrong() -> None:
     assert failures(PolicyConformance, "make_policy", staticmethod(PlainPolicy)) == []
     assert not walk_finds(through_a_manager(PlainPolicy), ReferenceLRUManager)
     assert not walk_finds(ReferenceARCManager, ReferenceARCManager, compare_arc_lists)
-    assert not walk_finds(filtered(ReferenceFilter), filtered(ReferenceFilter))
+    assert not walk_finds(filtered(FilteredLRUManager), filtered(FilteredLRUManager))
 
 
 @pytest.mark.parametrize("bug", CAUGHT_BY)
@@ -452,8 +452,8 @@ def test_the_machine_catches_a_wrong_manager(bug: type[ReferenceLRUManager]) -> 
 def test_the_machine_catches_a_wrong_policy_or_filter() -> None:
     for arc in (ARCIgnoresItsTarget, ARCGhostsWithoutBound):
         assert walk_finds(arc, ReferenceARCManager, compare_arc_lists), arc
-    for kind in ReferenceFilter.__subclasses__():
-        assert walk_finds(filtered(kind), filtered(ReferenceFilter)), kind
+    for kind in FilteredLRUManager.__subclasses__():
+        assert walk_finds(filtered(kind), filtered(FilteredLRUManager)), kind
     for policy in (EvictsBusy, PassesOverForGoodTheSecondTime):
         assert walk_finds(through_a_manager(policy), ReferenceLRUManager), policy
 
