@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from itertools import compress
 
 import numpy as np
 import numpy.typing as npt
@@ -218,21 +217,12 @@ class TenantPolicy(CachePolicy):
     def access(self, access: Access) -> None:
         found = self._place_of[access.found]
         found[access.found < 0] = -1
-        used = self._place_of[access.slots]
-        tenants = self.shares.tenants_of(access.keys)
-        if isinstance(tenants, int):
-            self._access(tenants, Access(access.keys, found, used, access.ready, access.time))
-            return
-        of_key, of_slot = np.array(tenants), self.tenant_of[access.slots]
-        for t in np.unique(of_key).tolist():
-            mine, own = of_key == t, of_slot == t
-            keys = list(compress(access.keys, mine.tolist()))
-            self._access(t, Access(keys, found[mine], used[own], access.ready[own], access.time))
-
-    def _access(self, tenant: int, access: Access) -> None:
-        policy = self.tenants[tenant].policy
-        policy.must_store = self.must_store
-        policy.access(access)
+        owners = self.tenant_of[access.slots]
+        for t, keys, chosen in self.shares.split(access.keys):
+            policy, mine = self.tenants[t].policy, owners == t
+            policy.must_store = self.must_store
+            own_found, used = found if chosen is None else found[chosen], self._place_of[access.slots[mine]]
+            policy.access(Access(keys, own_found, used, access.ready[mine], access.time))
 
     def admit(self, keys: Sequence[OffloadKey], shortage: int) -> Flags | None:
         entering = self._counts(keys)
