@@ -215,7 +215,7 @@ class Driver:
     def batch_address(self) -> int:
         return self._addresses["cuMemcpyBatchAsync"] if self.copies_in_batches else 0
 
-    def attribute(self, which: driver.Attribute) -> int:
+    def attribute(self, which: int) -> int:
         return 1
 
     def stop_batches(self) -> None:

@@ -40,6 +40,7 @@ from kvoffload.cache.bills import TenantCounts
 from kvoffload.cache.history import History
 from kvoffload.cache.misses import MissMemory
 from kvoffload.cache.policies.lru import LRUPolicy
+from kvoffload.cache.retention import Retention
 from kvoffload.cache.room import NO_SLOTS, Room
 from kvoffload.cache.table import BlockTable
 from kvoffload.cache.tenants import HOST
@@ -91,7 +92,7 @@ class PolicyOffloadingManager(OffloadingManager):
         self.room = Room(backend, policy, self.table)
         """How blocks leave for others, and what each tenant may have."""
         self._hints = self.room.hints
-        self.retention = self.room.retention(self._pin, self._unpin, clock)
+        self.retention = Retention(self.table, self.room.shares, self._pin, self._unpin, clock)
         """Which blocks stay for a promised time."""
         self.history = History(backend.medium, self.table, misses or MissMemory(clock=clock), enable_events)
         self._gauges = _Gauges(clock)
@@ -379,7 +380,8 @@ class PolicyOffloadingManager(OffloadingManager):
         num_early = self.room.take_num_early()
         if num_early:
             counts["early_evictions"] = num_early
-        return counts | self._gauges.take(self.policy, self.tenant_uses, self.room.block_bytes)
+        block_bytes = 0 if self.room.shares is None else self.room.shares.block_bytes
+        return counts | self._gauges.take(self.policy, self.tenant_uses, block_bytes)
 
     def tenant_uses(self) -> Sequence[TenantUse]:
         """Returns what each tenant holds; nothing if the slots are not shared."""

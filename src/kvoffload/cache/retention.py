@@ -12,6 +12,7 @@ import numpy as np
 
 from kvoffload.abc import IntegrityError, OffloadKey, RetainRefusal, Slots
 from kvoffload.cache.table import BlockTable
+from kvoffload.cache.tenants import RETAIN_SHARE, Shares
 
 MAX_RETAIN_S = 30 * 86_400.0
 """The longest time for which a request can have its blocks retained, in seconds."""
@@ -40,33 +41,29 @@ class Retention:
     """Keeps blocks of ``table`` pinned until the times that requests have asked for.
 
     A block stays until the latest of these times. Its session can end that before, unless another request had the
-    block retained too. Blocks are charged to their tenant once, however many requests name them: ``quotas[t]`` blocks
-    at most for tenant ``t`` of ``tenant_of``. A request for which the quota has no room is refused as a whole. Blocks
-    that are being written are pinned when they become ready. A block that is lost is charged until its time, and is
-    pinned again when it is stored again.
+    block retained too. Blocks are charged to their tenant once, however many requests name them, within what ``shares``
+    let it retain: without shares nothing. A request for which that has no room is refused as a whole. Blocks that are
+    being written are pinned when they become ready. A block that is lost is charged until its time, and is pinned again
+    when it is stored again.
 
     ``pin`` and ``unpin`` change the pins of ready blocks in distinct slots. ``restore`` may exceed quotas that have
-    become smaller, by ``spare`` blocks in all: up to ``most[t]`` blocks for tenant ``t``.
+    become smaller, by blocks that nobody needs.
     """
 
     def __init__(
         self,
         table: BlockTable,
-        quotas: Sequence[int],
-        tenant_of: Callable[[OffloadKey], int],
+        shares: Shares | None,
         pin: Callable[[Slots], None],
         unpin: Callable[[Slots], None],
         clock: Callable[[], float],
-        spare: int = 0,
-        most: Sequence[int] = (),
     ) -> None:
         self._table = table
+        self._shares = shares
+        quotas = (0,) if shares is None else shares.retain
         self._quotas = list(quotas)
         self._most = list(quotas)
         """The quotas, or what was restored beyond them."""
-        self._spare = spare
-        self._most_restored = list(most or quotas)
-        self._tenant_of = tenant_of
         self._pin = pin
         self._unpin = unpin
         self._clock = clock
@@ -99,6 +96,9 @@ class Retention:
     def allows(self, key: OffloadKey) -> bool:
         """Returns whether the tenant of ``key`` may have blocks retained at all."""
         return any(self._quotas) and self._quotas[self._tenant_of(key)] > 0
+
+    def _tenant_of(self, key: OffloadKey) -> int:
+        return 0 if self._shares is None else self._shares.tenant(key)
 
     def retain(self, keys: Sequence[OffloadKey], session: int | None, seconds: float) -> RetainRefusal | None:
         """Retains ``keys``, the whole chain of a request, for ``seconds`` from now on. Returns why not, and changes
@@ -287,15 +287,18 @@ class Retention:
     def restore(self, keys: Sequence[OffloadKey], seconds: Sequence[float]) -> None:
         """Retains ready blocks that a former process has retained, each for so many ``seconds`` from now on. Beyond the
         quotas, those that end first are lost, unless nobody needs their room."""
-        now = self._clock()
+        now, shares = self._clock(), self._shares
+        assert shares is not None
         self._count(now)
+        spare = min(shares.num_unclaimed, int(RETAIN_SHARE * shares.num_blocks) - sum(shares.retain))
+        spare -= sum(self._most) - sum(self._quotas)
         for i in np.argsort(seconds, kind="stable")[::-1].tolist():
             tenant = self._tenant_of(keys[i])
             if self.num_charged[tenant] >= self._most[tenant]:
-                if not self._spare or self._most[tenant] >= self._most_restored[tenant]:
+                if spare <= 0 or self._most[tenant] >= int(RETAIN_SHARE * shares.quota[tenant]):
                     self.num_lost[tenant] += 1
                     continue
-                self._spare -= 1
+                spare -= 1
                 self._most[tenant] += 1
             self._add([keys[i]], tenant, None, now + seconds[i])
         self._pin_ready(keys)

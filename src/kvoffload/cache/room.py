@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,9 +12,8 @@ from kvoffload.abc import Backend, CachePolicy, Eviction, IntegrityError, MissRe
 from kvoffload.cache.duplicates import Duplicates
 from kvoffload.cache.hints import HintedBlocks
 from kvoffload.cache.policies.tenants import TenantPolicy
-from kvoffload.cache.retention import Retention
 from kvoffload.cache.table import BlockTable
-from kvoffload.cache.tenants import RETAIN_SHARE
+from kvoffload.cache.tenants import Shares
 
 Flags = npt.NDArray[np.bool_]
 NO_SLOTS = np.empty(0, dtype=np.int64)
@@ -189,20 +188,9 @@ class Room:
         return () if self._tenants is None else self._tenants.uses()
 
     @property
-    def block_bytes(self) -> int:
-        """Bytes per block; 0 if the slots are not shared."""
-        return 0 if self._tenants is None else self._tenants.shares.block_bytes
-
-    def retention(
-        self, pin: Callable[[Slots], None], unpin: Callable[[Slots], None], clock: Callable[[], float]
-    ) -> Retention:
-        """Makes what keeps blocks for a promised time. Without shares nobody may ask for that."""
-        if self._tenants is None:
-            return Retention(self._table, (0,), lambda key: 0, pin, unpin, clock)
-        shares = self._tenants.shares
-        most = [int(RETAIN_SHARE * quota) for quota in shares.quota]
-        spare = min(shares.num_unclaimed, int(RETAIN_SHARE * shares.num_blocks) - sum(shares.retain))
-        return Retention(self._table, shares.retain, shares.tenant, pin, unpin, clock, spare, most)
+    def shares(self) -> Shares | None:
+        """What each tenant may take of the slots; None if they are not shared."""
+        return None if self._tenants is None else self._tenants.shares
 
 
 def _read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:

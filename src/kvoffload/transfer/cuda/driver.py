@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import enum
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,9 @@ BATCH_VERSION = 12080
 
 SYSFS_DEVICES = Path("/sys/bus/pci/devices")
 MODULE_VERSION = Path("/sys/module/nvidia/version")
+
+CAN_USE_HOST_POINTERS, CAN_REGISTER = 91, 99
+"""Attributes of a device: it copies registered memory by the addresses of the host; host memory can be registered."""
 
 NOT_READY = 600
 """The answer of the driver for an event that is not reached, among its errors."""
@@ -66,18 +68,6 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuGetErrorName": (_INT, _POINTER),
     "cuGetProcAddress_v2": (ctypes.c_char_p, _POINTER, _INT, _ADDRESS, _POINTER),
 }
-
-
-class Attribute(enum.IntEnum):
-    """Attributes of a device, by the driver's numbers."""
-
-    MULTIPROCESSORS = 16
-    COMPUTE_MODE = 20
-    UNIFIED_ADDRESSING = 41
-    CAPABILITY_MAJOR = 75
-    CAPABILITY_MINOR = 76
-    CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM = 91
-    HOST_REGISTER_SUPPORTED = 99
 
 
 class DriverError(RuntimeError):
@@ -130,7 +120,7 @@ class Driver:
         except OSError:
             return text
 
-    def attribute(self, which: Attribute) -> int:
+    def attribute(self, which: int) -> int:
         value = _INT()
         self._call("cuDeviceGetAttribute", ctypes.byref(value), which, self._number)
         return value.value
@@ -139,10 +129,7 @@ class Driver:
     def copies_registered_memory(self) -> bool:
         """Whether the device copies to and from registered host memory by the addresses of the host. It does not under
         WSL2, where such a copy ends the context."""
-        return bool(
-            self.attribute(Attribute.HOST_REGISTER_SUPPORTED)
-            and self.attribute(Attribute.CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM)
-        )
+        return bool(self.attribute(CAN_REGISTER) and self.attribute(CAN_USE_HOST_POINTERS))
 
     def numa_node(self, sysfs: Path = SYSFS_DEVICES) -> int | None:
         """Returns the NUMA node to which the device is attached, or None if the machine does not say."""
