@@ -105,20 +105,6 @@ def test_a_tenant_beside_others_that_store_nothing_has_it_all(seed: int) -> None
 # Who loses.
 
 
-def test_a_scan_takes_nothing_of_what_is_guaranteed() -> None:
-    of = manager(shares(10, (4, 0, 0)))
-    victim = chain("a", 0, 4)
-    assert store(of, victim)
-    for first in range(100, 200, 5):
-        assert store(of, chain("b", first, 5))
-        assert store(of, chain(OTHER, first, 5))
-    assert of.lookup(victim) == 4
-    shared = PolicyOffloadingManager(HostBackend(16, 10), make_policy("lru", 10))
-    assert store(shared, victim)
-    assert store(shared, chain("b", 0, 10))
-    assert shared.lookup(victim) == 0, "without tenants the scan pushes it out"
-
-
 def test_a_refused_store_counts_for_the_tenant_that_is_over_its_quota() -> None:
     of = manager(shares(12, [0, 0, 0], [2, 12, 12]))
     assert of.prepare_store([*chain("a", 0, 3), *chain("b", 0, 1)]) is None
