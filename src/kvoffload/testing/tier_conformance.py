@@ -282,15 +282,6 @@ class TierConformance(TierDriver):
             pool[:] = 0x55
         self.check_reads(tier, pools, "ba")
 
-    def test_a_read_changes_no_other_slot(self) -> None:
-        tier, pools = self.make()
-        self.write(tier, pools, "abcd")
-        before = [pool.copy() for pool in pools]
-        self.check_reads(tier, pools, "bd")
-        for pool, old in zip(pools, before, strict=True):
-            changed = np.flatnonzero((pool != old).any(axis=1)).tolist()
-            assert set(changed) <= set(read_slots("bd").tolist())
-
     def test_the_caller_may_reuse_its_lists_after_the_call(self) -> None:
         tier, pools = self.make()
         asked, slots = keys("ab"), write_slots("ab")
@@ -403,16 +394,6 @@ class TierConformance(TierDriver):
         assert there[: tier.stats().num_evicted - before] not in self.present(tier)
 
     # delete, reset.
-
-    def test_deleted_blocks_are_gone_at_once(self) -> None:
-        tier, pools = self.make()
-        self.write(tier, pools, "abcd")
-        tier.delete(keys("xbd"))
-        tier.delete([])
-        self.check(tier)
-        assert self.present(tier) == "ac"
-        assert self.begin_read(tier, "b") == "" or not any(result.ok for result in self.finish(tier, "b"))
-        self.check_reads(tier, pools, "ac")
 
     @pytest.mark.parametrize("how", ["delete", "reset"])
     def test_removed_blocks_free_their_room_and_can_be_written_again(self, how: str) -> None:
