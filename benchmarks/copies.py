@@ -10,7 +10,7 @@ one thread are compared by its processor time, which other processes change leas
 which says little on a busy machine.
 
 At the end the copies of one of two ranks whose pages are in turn in the slots of one pool are compared with the same
-copies to a pool of its own, by the kind that was chosen, on one thread, in jobs of several sizes.
+copies to a pool of its own, on one thread, in jobs of several sizes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from benchmarks.report import Row, publish
 from kvoffload.abc import ByteArray
 from kvoffload.host.pool import HostPool, padded_slot_bytes
 from kvoffload.native import load
-from kvoffload.transfer.blocks import STREAMS, BlockCopier, PlainBlockCopier, merge_views
+from kvoffload.transfer.blocks import BlockCopier, PlainBlockCopier
 from kvoffload.transfer.copies import Numbers
 
 KIB = 1 << 10
@@ -50,7 +50,7 @@ ROUNDS = 11
 
 Copies = dict[str, Callable[[], object]]
 ONE, TWO = "one thread", "two threads"
-CHOSEN = ", chosen"
+NATIVE = "native"
 
 
 def aligned_bytes(nbytes: int) -> ByteArray:
@@ -94,33 +94,23 @@ def page_copies(device: ByteArray, host: ByteArray, is_store: bool) -> dict[str,
         np.zeros(num_blocks, dtype=np.int64),
         is_store,
     )
-    views = merge_views(list(device))[0]
-    plain = partial(PlainBlockCopier(views, host).copy, *job)
+    arguments = list(device), host, [layer * device.shape[2] for layer in range(len(device))]
+    plain = partial(PlainBlockCopier(*arguments).copy, *job)
     copies: dict[str, Copies] = {ONE: {"plain": plain}, TWO: {"plain": plain}}
     if load("_copies") is not None:
-        copier: Any = BlockCopier(views, host)
-        chosen = copier.streams[is_store]
+        copier: Any = BlockCopier(*arguments)
         for threads, named in copies.items():
-            for streams in STREAMS:
-                name = f"native, {kind(streams)}{CHOSEN if streams == chosen else ''}"
-                named[name] = partial(copier.copy_rows, *job, streams, threads == TWO)
+            named[NATIVE] = partial(copier.copy_rows, *job, threads == TWO)
     return copies
 
 
-def kind(streams: int) -> str:
-    return f"{streams} in turn" if streams else "by memcpy"
-
-
 def compared(what: str, times: dict[str, list[float]], nbytes: int) -> list[Row]:
-    """Returns the speed of each copy of pages compared with numpy, and of numpy and the chosen kind with the best
-    memcpy."""
+    """Returns the speed of native copies of pages compared with numpy, and of both with the best memcpy."""
     memcpy = min((name for name in times if name.startswith("memcpy")), key=lambda name: statistics.median(times[name]))
     rows = []
     for name, seconds in times.items():
-        peers = {}
-        if name.startswith("native"):
-            peers["plain"] = "plain"
-        if name == "plain" or name.endswith(CHOSEN):
+        peers = {"plain": "plain"} if name == NATIVE else {}
+        if name in ("plain", NATIVE):
             peers["best memcpy"] = memcpy
         for versus, peer in peers.items():
             ratios = [each / own for own, each in zip(seconds, times[peer], strict=True)]
@@ -140,14 +130,14 @@ def placed_copies(device: ByteArray, pool: ByteArray, is_store: bool, blocks_per
     for name, ranks in (("own pool", 1), ("shared pool", RANKS)):
         row_bytes = ranks * layers * page
         host = pool.reshape(-1)[: num_blocks * row_bytes].reshape(num_blocks, 1, row_bytes)
-        views, places = merge_views(list(device), [layer * ranks * page for layer in range(layers)])
-        copies[name] = partial(copy_jobs, BlockCopier(views, host, places), jobs, is_store)
+        offsets = [layer * ranks * page for layer in range(layers)]
+        copies[name] = partial(copy_jobs, BlockCopier(list(device), host, offsets), jobs, is_store)
     return copies
 
 
 def copy_jobs(copier: Any, jobs: list[tuple[Numbers, Numbers]], is_store: bool) -> None:
     for blocks, slots in jobs:
-        copier.copy_rows(blocks, slots, np.zeros_like(slots), is_store, copier.streams[is_store], False)
+        copier.copy_rows(blocks, slots, np.zeros_like(slots), is_store, False)
 
 
 def placed_rows(memory: ByteArray, rounds: int) -> list[Row]:

@@ -18,7 +18,7 @@ from benchmarks.gpu.rig import Blocks, Layout, Rig, make_views, registered_pool,
 from kvoffload.abc import PageGroup
 from kvoffload.transfer.cuda import driver
 from kvoffload.transfer.cuda.calls import MAX_BLOCKS, Kernel
-from kvoffload.transfer.cuda.kernels import launch
+from tests.transfer.cuda.calls import launch
 
 KIB, MIB = 1 << 10, 1 << 20
 POOL_BYTES = 2 << 30

@@ -16,6 +16,7 @@ from benchmarks.gpu.rig import Blocks, Layout, Reshaped, Rig, make_views, regist
 from kvoffload.abc import PageGroup
 from kvoffload.host.registration import Registration
 from kvoffload.transfer.cuda import driver
+from tests.transfer.cuda.calls import copy
 
 KIB, MIB = 1 << 10, 1 << 20
 GATES = {64 * KIB: 0.0, 2 * MIB: 0.945, 256 * KIB: 0.89, MIB: 0.9}
@@ -143,7 +144,7 @@ def _copy_per_page(rig: Rig, direction: str, places: Blocks, options: Options) -
     sides = (on_host, on_device) if direction == "store" else (on_device, on_host)
 
     def once() -> int:
-        calls.copy(stream, sides[0], sides[1], sizes)
+        copy(calls, stream, sides[0], sides[1], sizes)
         cuda.synchronize()
         return int(sizes.sum())
 

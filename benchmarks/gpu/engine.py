@@ -23,7 +23,7 @@ from benchmarks.gpu.rig import DelayedDevice, Ready
 from kvoffload.abc import ByteArray, KVGroup, PageGroup, Transfer
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.worker import Finished
-from kvoffload.transfer.cuda.device import Device
+from kvoffload.transfer.cuda.cuda_device import CudaDevice
 from kvoffload.transfer.cuda.limits import DEFAULT_LIMITS, Limits
 from kvoffload.transfer.cuda.pages import page_table
 from kvoffload.transfer.cuda.transfer import CudaTransfer
@@ -121,7 +121,7 @@ def plan(seed: int) -> tuple[Scenario, DevicePlan]:
 class RandomlyDelayed(DelayedDevice):
     """Chooses the delay of each operation by ``rng``."""
 
-    def __init__(self, inner: Device, rng: Random) -> None:
+    def __init__(self, inner: CudaDevice, rng: Random) -> None:
         super().__init__(inner, 0.0, DELAYED)
         self._rng = rng
 
@@ -142,7 +142,7 @@ class NoFence(WrappedTransfer):
 class StalePoints(WrappedDevice):
     """Copies wait for the end of an earlier forward pass: events that are used again keep their first point."""
 
-    def __init__(self, inner: Device) -> None:
+    def __init__(self, inner: CudaDevice) -> None:
         super().__init__(inner)
         self._recorded: list[int] = []
 
@@ -157,7 +157,7 @@ class StalePoints(WrappedDevice):
 class NoOrder(WrappedDevice):
     """Streams do not wait for those events that were recorded on a stream for which ``ignores`` is true."""
 
-    def __init__(self, inner: Device) -> None:
+    def __init__(self, inner: CudaDevice) -> None:
         super().__init__(inner)
         self._recorded_on: dict[int, int] = {}
         self._engine = inner.engine_stream()
@@ -197,7 +197,7 @@ class EndsTooEarly(WrappedDevice):
 TRANSFER_FAULTS: dict[str, Callable[[Transfer], Transfer]] = {
     "no fence": NoFence,
 }
-DEVICE_FAULTS: dict[str, Callable[[Device], Device]] = {
+DEVICE_FAULTS: dict[str, Callable[[CudaDevice], CudaDevice]] = {
     "a stale point of the forward pass": StalePoints,
     "copies do not wait for the engine": NoOrder,
     "copies do not wait for kernels": NoOrderOfCopies,
@@ -214,7 +214,7 @@ class DeviceRank(Rank):
         groups: Sequence[KVGroup],
         number: int,
         devices: DevicePlan,
-        wrap_device: Callable[[Device], Device] | None,
+        wrap_device: Callable[[CudaDevice], CudaDevice] | None,
         wrap_transfer: Callable[[Transfer], Transfer],
         leader: Rank | None,
     ) -> None:
@@ -238,7 +238,7 @@ class DeviceRank(Rank):
         self._registered_chance = devices.registered_chance
         self._num_wrong = cuda.zero()
         self._last = cuda.record()
-        device: Device = cuda.make_device(page_groups)
+        device: CudaDevice = cuda.make_device(page_groups)
         if wrap_device is not None:
             device = wrap_device(RandomlyDelayed(device, Random(s.seed)))
         tables = [page_table(group) for group in page_groups]
@@ -305,7 +305,7 @@ def _planes(layout: Layout, layers: Sequence[int], groups: Sequence[KVGroup], nu
 
 def run_schedule(
     seed: int,
-    wrap_device: Callable[[Device], Device] | None = lambda device: device,
+    wrap_device: Callable[[CudaDevice], CudaDevice] | None = lambda device: device,
     wrap_transfer: Callable[[Transfer], Transfer] = lambda transfer: transfer,
 ) -> int:
     """Runs an engine and its workload, and returns the tokens that it has loaded. Raises an error if bytes are wrong,

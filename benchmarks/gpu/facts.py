@@ -20,6 +20,10 @@ from kvoffload.units import format_bytes
 
 PAGE = 4096
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
+ATTRIBUTES = {16: "multiprocessors", 20: "compute mode", 41: "unified addressing"} | {
+    driver.CAN_USE_HOST_POINTERS: "can use host pointer for registered memory",
+    driver.CAN_REGISTER: "host register supported",
+}
 QUERY = (
     "driver_version,pci.bus_id,pcie.link.gen.max,pcie.link.width.max,pcie.link.gen.current,pcie.link.width.current,"
     "persistence_mode,ecc.mode.current,mig.mode.current,compute_mode"
@@ -41,8 +45,8 @@ def run(report: Report, options: Options) -> None:
             report.add(name, "not installed")
     calls = driver.Driver(0)
     report.add("CUDA of the driver", calls.version)
-    for attribute in driver.Attribute:
-        report.add(f"attribute {attribute.value}, {attribute.name.lower()}", calls.attribute(attribute))
+    for attribute, name in ATTRIBUTES.items():
+        report.add(f"attribute {attribute}, {name}", calls.attribute(attribute))
     node = calls.numa_node()
     report.add("NUMA node of the device", "unknown" if node is None else str(node))
     report.add("NUMA nodes", str(len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1))

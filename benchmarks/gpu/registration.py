@@ -19,6 +19,7 @@ from kvoffload.host.pool import HostPool
 from kvoffload.host.registration import Registration
 from kvoffload.host.touch import Toucher
 from kvoffload.transfer.cuda import driver
+from tests.transfer.cuda.calls import copy
 
 GIB = 1 << 30
 SLOT = 128 << 10
@@ -129,7 +130,7 @@ def _speed(calls: driver.Driver, data: ByteArray, options: Options) -> float:
     stream = cuda.new_stream()
 
     def once() -> int:
-        calls.copy(stream.cuda_stream, targets, sources, np.full(number, SLOT))
+        copy(calls, stream.cuda_stream, targets, sources, np.full(number, SLOT))
         return number * SLOT
 
     return cuda.bandwidth(once, options.rounds(5))

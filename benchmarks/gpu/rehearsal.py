@@ -12,7 +12,7 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +23,6 @@ import numpy.typing as npt
 import torch
 
 from benchmarks.gpu import cuda
-from kvoffload.transfer.copies import Numbers
 from kvoffload.transfer.cuda import cuda_device, driver
 from tests.transfer.cuda.calls import NOT_READY, SUCCESS, LaunchArguments, addresses, as_c, numbers
 
@@ -188,9 +187,9 @@ class Driver:
                 "copy_batch": self._copy_batch,
                 "copy": lambda target, source, nbytes, stream: self._copy([(target, source, nbytes)], stream),
                 "launch": self._launch,
-                "record": self.record,
+                "record": self._record,
                 "wait": self._wait,
-                "query": lambda event: SUCCESS if self.is_done(event) else NOT_READY,
+                "query": lambda event: SUCCESS if self._events[event].query() else NOT_READY,
                 "elapsed": self._elapsed,
             }
         )
@@ -216,7 +215,7 @@ class Driver:
     def batch_address(self) -> int:
         return self._addresses["cuMemcpyBatchAsync"] if self.copies_in_batches else 0
 
-    def attribute(self, which: driver.Attribute) -> int:
+    def attribute(self, which: int) -> int:
         return 1
 
     def stop_batches(self) -> None:
@@ -236,15 +235,9 @@ class Driver:
     def destroy_event(self, event: int) -> None:
         del self._events[event]
 
-    def record(self, event: int, stream: int) -> int:
+    def _record(self, event: int, stream: int) -> int:
         self._events[event].record(stream_of(stream))
         return SUCCESS
-
-    def is_done(self, event: int) -> bool:
-        return self._events[event].query()
-
-    def copy(self, stream: int, targets: Numbers, sources: Numbers, sizes: Numbers) -> None:
-        self._copy(list(zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True)), stream)
 
     def read(self, address: int, into: int, nbytes: int) -> None:
         ctypes.memmove(into, address, nbytes)
@@ -260,11 +253,6 @@ class Driver:
 
     def function(self, module: int, name: str) -> int:
         return SCATTER if name.startswith("scatter") else GATHER
-
-    def launch(self, function: int, programs: int, threads: int, stream: int, arguments: Sequence[Any]) -> None:
-        pieces, staging, row_bytes, num_pieces, num_rows = (each.value for each in arguments[:5])
-        given = LaunchArguments(pieces, staging, row_bytes, num_pieces, list(arguments[5])[:num_rows])
-        self._move_rows(function == SCATTER, given, stream)
 
     # What the native loop calls.
 

@@ -20,7 +20,7 @@ from kvoffload.host.pool import HostPool, padded_slot_bytes
 from kvoffload.host.registration import Registration
 from kvoffload.transfer.copies import Numbers
 from kvoffload.transfer.cuda import driver
-from kvoffload.transfer.cuda.device import Device
+from kvoffload.transfer.cuda.cuda_device import CudaDevice
 from kvoffload.transfer.cuda.limits import DEFAULT_LIMITS, Limits
 from kvoffload.transfer.cuda.pages import page_table
 from kvoffload.transfer.cuda.transfer import CudaTransfer
@@ -93,7 +93,7 @@ class Rig:
         groups: Sequence[PageGroup],
         slots: ByteArray,
         registration: Any,
-        wrap: Callable[[Device], Device] = lambda device: device,
+        wrap: Callable[[CudaDevice], CudaDevice] = lambda device: device,
         with_threads: bool = True,
         limits: Limits = DEFAULT_LIMITS,
     ) -> None:
@@ -225,7 +225,7 @@ def registered_pool(
 def rig(
     groups: Sequence[PageGroup],
     num_slots: int,
-    wrap: Callable[[Device], Device] = lambda device: device,
+    wrap: Callable[[CudaDevice], CudaDevice] = lambda device: device,
     registration: Any = None,
     limits: Limits = DEFAULT_LIMITS,
 ) -> Iterator[Rig]:
@@ -247,7 +247,7 @@ def block_numbers(values: Collection[int]) -> Blocks:
 class DelayedDevice(WrappedDevice):
     """Lets streams do nothing for ``seconds`` before each operation in ``operations``: "copy", "gather", "scatter"."""
 
-    def __init__(self, inner: Device, seconds: float, operations: Collection[str]) -> None:
+    def __init__(self, inner: CudaDevice, seconds: float, operations: Collection[str]) -> None:
         super().__init__(inner)
         # The first call calibrates, which must not happen in the middle of a test.
         cuda.sleep(0.0)

@@ -13,7 +13,7 @@ from benchmarks.gpu import cuda
 from benchmarks.gpu.rig import Layout, make_views, rig
 from kvoffload.abc import PageGroup
 from kvoffload.transfer.cuda import driver
-from kvoffload.transfer.cuda.kernels import launch
+from tests.transfer.cuda.calls import launch
 
 NUM_BLOCKS, LAYERS, PAGE = 32, 4, 2048
 

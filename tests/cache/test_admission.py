@@ -11,17 +11,16 @@ from kvoffload.cache.manager import LRUOffloadingManager
 from kvoffload.cache.policies.engine_arc import ARCOffloadingManager
 from kvoffload.cache.slots import HostBackend
 from kvoffload.testing.conformance import keys, letters
-from tests.cache.reference_filter import ReferenceFilter
-from tests.cache.reference_policies import ReferenceARCManager
+from tests.cache.reference_filter import FilteredARCManager, FilteredLRUManager
 from tests.suites.reference import ReferenceLRUManager
 from tests.suites.stateful import WALK_SEEDS, manager_machine, walk
 
 R1, R2, R3 = (ReqContext(name) for name in ("r1", "r2", "r3"))
 
 
-def make_filter(num_blocks: int = 8, threshold: int = 2, tracker: int = 64_000) -> OffloadingManager:
+def make_filter(num_blocks: int = 8, store_threshold: int = 2, max_tracker_size: int = 64_000) -> OffloadingManager:
     backing = LRUOffloadingManager(HostBackend(16, num_blocks), enable_events=True)
-    return FilterReusedOffloadingManager(backing, threshold, tracker)
+    return FilterReusedOffloadingManager(backing, store_threshold, max_tracker_size)
 
 
 def admitted(manager: OffloadingManager, names: str, context: ReqContext | None = None) -> str:
@@ -33,14 +32,12 @@ def admitted(manager: OffloadingManager, names: str, context: ReqContext | None 
 
 
 MACHINES = {
-    "large tracker": manager_machine(
-        lambda n: make_filter(n, threshold=3), lambda n: ReferenceFilter(ReferenceLRUManager(n), 3)
-    ),
+    "large tracker": manager_machine(lambda n: make_filter(n, store_threshold=3), lambda n: FilteredLRUManager(n, 3)),
     "small tracker": manager_machine(
         lambda n: FilterReusedOffloadingManager(
             ARCOffloadingManager(HostBackend(16, n), enable_events=True), max_tracker_size=5
         ),
-        lambda n: ReferenceFilter(ReferenceARCManager(n), max_tracker_size=5),
+        lambda n: FilteredARCManager(n, max_tracker_size=5),
     ),
 }
 TestAgainstTheReference = MACHINES["large tracker"].TestCase
@@ -53,25 +50,11 @@ def test_walk_matches_the_reference(machine: str, seed: int) -> None:
     walk(MACHINES[machine], seed)
 
 
-# What counts
-
-
-def test_a_waiting_request_that_asks_repeatedly_counts_once() -> None:
-    manager = make_filter()
-    for _ in range(5):
-        manager.lookup(keys("ab"), R1)
-        manager.lookup_each(keys("ab"), R1)
-        manager.touch(keys("ab"), R1)
-    assert admitted(manager, "ab", R1) == ""
-    manager.lookup(keys("ab"), R2)
-    assert admitted(manager, "ab", R1) == "ab"
-
-
 # The tracker
 
 
 def test_tables_stay_bounded_over_many_requests() -> None:
-    manager = make_filter(tracker=100)
+    manager = make_filter(max_tracker_size=100)
     for n in range(10_000):
         manager.lookup([b"%d" % n, b"shared"], ReqContext(str(n)))
     manager.check_integrity()
@@ -100,7 +83,7 @@ def test_the_tracker_of_a_large_pool_is_larger(num_blocks: int, tracked: int) ->
 
 def hits_of_rounds(num_blocks: int, tracked: int) -> int:
     """Blocks found in the last of three rounds over three quarters of a pool."""
-    manager = make_filter(num_blocks, tracker=tracked)
+    manager = make_filter(num_blocks, max_tracker_size=tracked)
     chains = [[b"%d/%d" % (chain, i) for i in range(8)] for chain in range(num_blocks * 3 // 32)]
     found = 0
     for number in range(3):
@@ -137,7 +120,6 @@ def test_parts_of_a_request_count_as_one() -> None:
 # What is wrong, and what is passed on
 
 
-@pytest.mark.parametrize("make", [FilterReusedOffloadingManager, ReferenceFilter])
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
@@ -147,9 +129,9 @@ def test_parts_of_a_request_count_as_one() -> None:
         ({"max_tracker_size": -5}, "max_tracker_size=-5"),
     ],
 )
-def test_wrong_settings_are_errors_that_say_so(make: type, settings: dict[str, int], named: str) -> None:
+def test_wrong_settings_are_errors_that_say_so(settings: dict[str, int], named: str) -> None:
     with pytest.raises(ValueError, match=f"{named}: must be at least"):
-        make(ReferenceLRUManager(1), **settings)
+        make_filter(1, **settings)
 
 
 def test_a_manager_that_takes_no_admission_says_so() -> None:
@@ -184,7 +166,7 @@ def reason(manager: OffloadingManager, name: str) -> MissReason:
 
 
 def test_a_key_that_the_tracker_has_forgotten_is_distinguished_from_one_that_was_asked_for_too_rarely() -> None:
-    manager = make_filter(threshold=3, tracker=2)
+    manager = make_filter(store_threshold=3, max_tracker_size=2)
     manager.lookup(keys("a"), R1)
     manager.lookup(keys("bc"))
     assert reason(manager, "a") is MissReason.NOT_ADMITTED, "once is too rarely, remembered or not"
@@ -200,7 +182,7 @@ def test_a_key_that_the_tracker_has_forgotten_is_distinguished_from_one_that_was
 
 
 def test_why_a_key_was_refused_is_known_as_long_as_the_tracker_is() -> None:
-    manager = make_filter(tracker=1 << 18)
+    manager = make_filter(max_tracker_size=1 << 18)
     many = [b"%d" % n for n in range(1 << 17)]
     manager.touch(many, R1)
     manager.prepare_store(many, R1)

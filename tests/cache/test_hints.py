@@ -67,35 +67,6 @@ def test_the_blocks_of_a_session_that_has_ended_leave_first_tail_first() -> None
     assert cache.num_early == 3
 
 
-def test_blocks_of_earlier_turns_belong_to_the_session() -> None:
-    cache = Cache(6)
-    cache.request("ab", Hints(A))
-    cache.request("xy")
-    cache.request("abcd", DROP_A)
-    assert cache.request("uvw") == "dcb"
-
-
-@pytest.mark.parametrize("other", [None, Hints(B), Hints(drop=True)])
-def test_what_others_have_used_is_shared_and_stays(other: Hints | None) -> None:
-    cache = Cache(6)
-    cache.request("abc", Hints(A))
-    cache.request("abx", other)
-    cache.request("abcd", DROP_A)
-    cache.num_early  # noqa: B018  (what the other request may have dropped)
-    leaves = cache.request("uvwz")
-    assert set("ab").isdisjoint(leaves[:3])
-    assert {"c", "d"} < set(leaves[:3])
-
-
-def test_the_next_request_of_the_session_ends_the_wait() -> None:
-    cache = Cache(6)
-    cache.request("abc", DROP_A)
-    cache.request("x")
-    cache.request("abc", Hints(A))
-    assert cache.request("uvw") == "x"
-    assert cache.num_early == 0
-
-
 def test_without_a_session_a_request_drops_what_it_has_stored() -> None:
     cache = Cache(6)
     cache.request("xy")

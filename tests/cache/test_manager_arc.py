@@ -6,7 +6,6 @@ import pytest
 
 from kvoffload.cache.policies.engine_arc import ARCOffloadingManager, EngineARCPolicy
 from kvoffload.cache.slots import HostBackend
-from kvoffload.testing.conformance import keys
 from tests.cache.reference_policies import ReferenceARCManager
 from tests.suites.stateful import WALK_SEEDS, manager_machine, walk
 
@@ -30,13 +29,6 @@ def compare_lists(manager: ARCOffloadingManager, reference: ReferenceARCManager)
 
 Machine = manager_machine(make_arc, ReferenceARCManager, compare_lists)
 TestAgainstTheReference = Machine.TestCase
-
-
-def test_events_are_off_unless_asked_for() -> None:
-    manager = ARCOffloadingManager(HostBackend(16, 1))
-    manager.prepare_store(keys("a"))
-    manager.complete_store(keys("a"))
-    assert list(manager.take_events()) == []
 
 
 @pytest.mark.parametrize("seed", WALK_SEEDS)

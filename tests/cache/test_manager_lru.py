@@ -17,7 +17,6 @@ from kvoffload.abc import (
     LookupState,
     MissReason,
     OffloadingManager,
-    OffloadKey,
     Slots,
 )
 from kvoffload.cache.keys import make_offload_key
@@ -25,7 +24,7 @@ from kvoffload.cache.manager import LRUOffloadingManager, PolicyOffloadingManage
 from kvoffload.cache.policies.lru import LRUPolicy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.testing.conformance import keys
-from tests.suites.conformance import ManagerConformance
+from tests.native.twins import COLLIDING
 from tests.suites.reference import ReferenceLRUManager
 from tests.suites.stateful import WALK_SEEDS, manager_machine, walk
 
@@ -34,13 +33,31 @@ def make_lru(num_blocks: int) -> LRUOffloadingManager:
     return LRUOffloadingManager(HostBackend(16, num_blocks), enable_events=True)
 
 
-class TestConformance(ManagerConformance):
-    def make_manager(self, num_blocks: int) -> OffloadingManager:
-        return make_lru(num_blocks)
-
-
 Machine = manager_machine(make_lru, ReferenceLRUManager)
 TestAgainstTheReference = Machine.TestCase
+
+
+@pytest.mark.parametrize("gap", [0, 1, 127, 128, 129, 255, 256, 599])
+def test_lookup_of_a_long_chain_finds_the_first_gap(gap: int) -> None:
+    chain = tuple(make_offload_key(b"%032d" % n, 0) for n in range(600))
+    manager = make_lru(600)
+    manager.prepare_store(chain)
+    manager.complete_store(chain[:gap] + chain[gap + 1 :])
+    assert manager.lookup(chain) == gap
+    manager.complete_store(chain)
+    assert manager.lookup(chain) == 600
+
+
+def test_the_callers_keys_are_left_alone() -> None:
+    manager, batch = make_lru(2), keys("aab")
+    manager.touch(batch)
+    output = manager.prepare_store(batch)
+    assert output is not None
+    manager.complete_store(batch)
+    assert manager.prepare_load(batch).medium() == output.store_spec.medium() == "CPU"
+    manager.complete_load(batch)
+    assert batch == keys("aab")
+    assert output.keys_to_store is not batch
 
 
 def stored(manager: OffloadingManager, names: str) -> None:
@@ -91,36 +108,9 @@ def test_long_walk_matches_the_reference() -> None:
     walk(Machine, seed=0, num_blocks=64, num_steps=1500)
 
 
-class Key(bytes):
-    """A key whose hash can be chosen."""
-
-    hash_of: Callable[[int], int]
-    number: int
-
-    def __hash__(self) -> int:
-        return self.hash_of(self.number)
-
-
-HASHES: dict[str, Callable[[int], int]] = {
-    "all the same": lambda n: 7,
-    "all but the high bits the same": lambda n: 7 + (n << 32),
-    "all but the low bits the same": lambda n: 7 + (5 << 40) + n,
-    "a few, negative too": lambda n: (n % 5 - 2) << 33,
-}
-
-
 @pytest.mark.parametrize("num_blocks", [5, 40])
-@pytest.mark.parametrize("hashes", HASHES)
-def test_walk_with_keys_whose_hashes_collide(hashes: str, num_blocks: int) -> None:
-    class CollidingKey(Key):
-        hash_of = staticmethod(HASHES[hashes])
-
-    def make_key(n: int) -> OffloadKey:
-        key = CollidingKey(make_offload_key(b"%d" % n, 0))
-        key.number = n
-        return key
-
-    machine = manager_machine(make_lru, ReferenceLRUManager, make_key=make_key)
+def test_walk_with_keys_that_share_a_bucket(num_blocks: int) -> None:
+    machine = manager_machine(make_lru, ReferenceLRUManager, make_key=COLLIDING.__getitem__)
     for seed in range(3):
         walk(machine, seed, num_blocks)
 

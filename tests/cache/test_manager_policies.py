@@ -154,27 +154,6 @@ def used_three_times(manager: OffloadingManager, number: int) -> None:
     manager.touch(key)
 
 
-def leaving_order(manager: OffloadingManager) -> list[str]:
-    """Pushes the chain out. Returns what is left of it, each time that this is less."""
-    left = [CHAIN]
-    for number in range(60):
-        used_three_times(manager, number)
-        present = "".join(name for name in CHAIN if manager.lookup(keys(name)))
-        left += [present] if present != left[-1] else []
-    return left
-
-
-@policies
-def test_a_chain_stored_in_parts_loses_its_tail_before_its_head(name: str) -> None:
-    manager = make_manager(name, 12)
-    for part in ("abc", "abcdefg", CHAIN):
-        store(manager, part)
-    manager.end_chain(keys(CHAIN), keys(CHAIN))
-    left = leaving_order(manager)
-    assert all(CHAIN.startswith(present) for present in left), left
-    assert len(left) > 5
-
-
 def test_only_the_head_of_a_long_new_chain_is_stored_if_its_tail_would_be_evicted_for_it() -> None:
     manager = make_manager("arc", 20)
     # All blocks have been used again and have returned, so that new ones have little room.

@@ -46,40 +46,10 @@ class TestLRU(PolicyConformance):
     def make_policy(self, capacity: int) -> CachePolicy:
         return LRUPolicy(capacity)
 
-    def test_touched_blocks_become_the_most_recent_the_last_one_most(self) -> None:
-        policy = self.full(4)
-        touch(policy, [2, 0])
-        assert self.evict(policy, 4) == [1, 3, 2, 0]
-
-    def test_touch_moves_a_block_that_is_being_written(self) -> None:
-        policy = self.make_policy(3)
-        self.insert(policy, [0, 1, 2], written=False)
-        touch(policy, [0], ready=False)
-        policy.mark_evictable(array([0, 1, 2]))
-        assert self.evict(policy, 3) == [1, 2, 0]
-
-    def test_touch_moves_a_block_that_was_passed_over(self) -> None:
-        policy = self.make_policy(4)
-        self.insert(policy, [0], written=False)
-        self.insert(policy, [1, 2, 3])
-        assert self.evict(policy, 1, busy=[0]) == [1]
-        touch(policy, [0], ready=False)
-        policy.mark_evictable(array([0]))
-        assert self.evict(policy, 3) == [2, 3, 0]
-
 
 class TestARC(PolicyConformance):
     def make_policy(self, capacity: int) -> CachePolicy:
         return EngineARCPolicy(capacity)
-
-    def test_blocks_touched_again_outlive_newer_ones(self) -> None:
-        policy = self.full(4)
-        touch(policy, [2, 0])
-        assert isinstance(policy, EngineARCPolicy)
-        assert (len(policy.t1), len(policy.t2)) == (2, 2)
-        assert self.evict(policy, 4) == [1, 3, 2, 0]
-        assert list(policy.b1) == slot_keys([1, 3])
-        assert list(policy.b2) == slot_keys([2, 0])
 
     def test_integrity_check_finds_a_target_out_of_range(self) -> None:
         policy = EngineARCPolicy(2)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvoffload.abc import Hints, IntegrityError, OffloadKey, ReqContext, RetainRefusal
+from kvoffload.abc import Hints, IntegrityError, OffloadKey, ReqContext
 from kvoffload.cache import retention
 from kvoffload.cache.keys import NAMESPACE_BYTES, make_offload_key
 from kvoffload.cache.manager import PolicyOffloadingManager
@@ -98,45 +98,6 @@ def test_a_chain_that_is_still_being_written_is_retained_when_it_is_ready() -> N
     manager.complete_store(output.store_spec)
     flood(manager)
     assert manager.lookup(keys) == 10
-
-
-def test_what_is_beyond_the_quota_is_refused_as_a_whole() -> None:
-    manager = make()
-    retain(manager, chain("a", 1, 10), 60.0, session=2)
-    # 4 blocks are shared, so 6 more are charged, and then 3 more would be 1 too many.
-    retain(manager, chain("a", 2, 10), 60.0, session=3)
-    assert manager.retention.num_charged == [16, 0, 0]
-    answer = manager.retain(chain("a", 3, 5), context(60.0, session=4))
-    assert answer.refusal is RetainRefusal.OVER_QUOTA
-    assert manager.retain(chain(OTHER, 1, 2), context(60.0)).refusal is RetainRefusal.NO_QUOTA
-    assert manager.retention.num_charged == [16, 0, 0]
-
-
-def test_a_block_stays_until_the_latest_time_whoever_asked_for_it() -> None:
-    clock = Clock()
-    manager, keys, begun = make(clock=clock), chain("a", 1, 12), clock.now
-    retain(manager, keys, 60.0, session=2)
-    for session in (2, 3, None):
-        retain(manager, keys[:8], 10.0, session)
-    retain(manager, keys[:6], 90.0, session=2)
-    assert manager.retention.num_charged == [12, 0, 0]
-    for now, num_kept in ((59.9, 12), (60.0, 6), (90.0, 0)):
-        clock.now = begun + now
-        flood(manager)
-        assert (manager.lookup(keys) or 0) >= num_kept
-        assert manager.retention.num_charged[0] == num_kept
-        manager.check_integrity()
-
-
-@pytest.mark.parametrize("ending", [context(0.0, session=2), context(session=2, drop=True)])
-def test_a_session_can_end_its_retention_but_no_other(ending: ReqContext) -> None:
-    manager = make()
-    retain(manager, chain("a", 1, 6), 60.0, session=2)
-    retain(manager, chain("a", 2, 6), 60.0, session=3)
-    retain(manager, chain("a", 3, 6), 60.0)
-    manager.retain(chain("a", 1, 6), ending)
-    flood(manager)
-    assert [manager.lookup(chain("a", i, 6)) for i in (1, 2, 3)] == [4, 6, 6]
 
 
 def test_drops_and_resets_end_it_and_are_counted_and_a_block_that_returns_is_retained_again() -> None:

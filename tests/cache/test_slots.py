@@ -1,18 +1,24 @@
-"""Backends keep the contract, and a medium that grows hands out the slots that exist."""
+"""Backends hand out slots that exist, once each."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from kvoffload.abc import Backend, ConfigError, IntegrityError
+from kvoffload.abc import ConfigError, IntegrityError
 from kvoffload.cache.slots import HostBackend, SlotBackend
-from tests.suites.conformance import BackendConformance
 
 
-class TestHostBackend(BackendConformance):
-    def make_backend(self, num_blocks: int) -> Backend:
-        return HostBackend(16, num_blocks)
+def test_slots_that_were_handed_out_do_not_change_afterwards() -> None:
+    backend = HostBackend(16, 4)
+    first = backend.allocate_blocks([b"a", b"b", b"c", b"d"])
+    lease = backend.get_load_store_spec([b"c", b"a"], first[[2, 0]])
+    backend.free(np.array([1, 2]))
+    backend.allocate_blocks([b"x"])
+    assert first.tolist() == [0, 1, 2, 3]
+    assert (lease.medium(), lease.slots.tolist()) == ("CPU", [2, 0])
+    with pytest.raises(IntegrityError):
+        backend.free(np.array([1]))
 
 
 @pytest.mark.parametrize("num_blocks", [0, -1])

@@ -17,7 +17,6 @@ from kvoffload.abc import (
     LoadStoreSpec,
     LookupState,
     Offer,
-    OffloadingManager,
     OffloadKey,
     ReqContext,
 )
@@ -30,7 +29,8 @@ from kvoffload.cache.policies.tenants import TenantPolicy, _from_the_top
 from kvoffload.cache.slots import HostBackend
 from kvoffload.cache.tenants import OTHER, Shares, TenantConfig, Tenants
 from kvoffload.testing.conformance import PolicyConformance
-from tests.suites.conformance import ManagerConformance
+from tests.suites.reference import ReferenceLRUManager
+from tests.suites.stateful import WALK_SEEDS, manager_machine, walk
 
 NAMES = ("a", "b", OTHER)
 
@@ -97,28 +97,12 @@ class TestThreeTenants(PolicyConformance):
         return make_policy("lru", capacity, made)
 
 
-class TestManagerWithTenants(ManagerConformance):
-    """Beside tenants that store nothing, to whom nothing is guaranteed."""
-
-    def make_manager(self, num_blocks: int) -> OffloadingManager:
-        return manager(shares(num_blocks, (0, 0, 0)))
+@pytest.mark.parametrize("seed", WALK_SEEDS[::2])
+def test_a_tenant_beside_others_that_store_nothing_has_it_all(seed: int) -> None:
+    walk(manager_machine(lambda n: manager(shares(n, (0, 0, 0))), ReferenceLRUManager), seed)
 
 
 # Who loses.
-
-
-def test_a_scan_takes_nothing_of_what_is_guaranteed() -> None:
-    of = manager(shares(10, (4, 0, 0)))
-    victim = chain("a", 0, 4)
-    assert store(of, victim)
-    for first in range(100, 200, 5):
-        assert store(of, chain("b", first, 5))
-        assert store(of, chain(OTHER, first, 5))
-    assert of.lookup(victim) == 4
-    shared = PolicyOffloadingManager(HostBackend(16, 10), make_policy("lru", 10))
-    assert store(shared, victim)
-    assert store(shared, chain("b", 0, 10))
-    assert shared.lookup(victim) == 0, "without tenants the scan pushes it out"
 
 
 def test_a_refused_store_counts_for_the_tenant_that_is_over_its_quota() -> None:
@@ -361,13 +345,6 @@ def test_a_tier_may_have_less_room_for_blocks_than_its_budget() -> None:
     wrong = "tenants: 2 KiB of disk are guaranteed, and its budget has room for 1.8 KiB of blocks; lower some"
     with pytest.raises(ConfigError, match=wrong):
         tenants.shares("disk", 9, 100, engines=2)
-
-
-def test_shares_that_cannot_be_kept_are_refused() -> None:
-    with pytest.raises(ConfigError, match="11 blocks are guaranteed, and the tier has 10"):
-        shares(10, (6, 5, 0))
-    with pytest.raises(ConfigError, match=r"tenants\.a: its quota has room for 0 blocks; raise it"):
-        shares(10, (0, 0, 0), (0, 10, 10))
 
 
 @pytest.mark.parametrize(

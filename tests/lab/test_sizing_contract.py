@@ -108,7 +108,7 @@ def test_nothing_changes_without_a_contract(trace: Trace) -> None:
     ("choices", "tenant", "message"),
     [
         (Choices(ram=[99 * GIB]), TenantConfig("a", {HOST: 100 * GIB}), "100 GiB of host are guaranteed"),
-        (Choices(ram=[99 * GIB]), TenantConfig("a", {}, {}, {HOST: 50 * GIB}), "50 blocks may be retained"),
+        (Choices(ram=[99 * GIB]), TenantConfig("a", {}, {}, {HOST: 50 * GIB}), "50 GiB of host may be retained"),
         (Choices(ram=[99 * GIB, 1 << 40]), TenantConfig("a", {HOST: 100 * GIB}), "100 GiB of host are guaranteed"),
         (Choices(disk=[99 * GIB]), TenantConfig("a", {DISK: 100 * GIB}), "100 GiB of disk are guaranteed"),
         (Choices(ram=[99 * GIB]), TenantConfig("a", {DISK: 100 * GIB}), "^disk=none: .* need 100 GiB of disk; give"),

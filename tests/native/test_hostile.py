@@ -33,7 +33,7 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "Shadows": lambda: ghosts.Shadows(8, 4, RULES),
     "KeyQueue": lambda: ghosts.KeyQueue(8),
     "GapLists": lambda: ghosts.GapLists(8),
-    "BlockCopier": lambda: copies.BlockCopier([np.zeros((1, 2, 3), np.uint8)], np.zeros((1, 1, 3), np.uint8)),
+    "BlockCopier": lambda: copies.BlockCopier([np.zeros((2, 3), np.uint8)], np.zeros((1, 1, 3), np.uint8), [0]),
 }
 
 
@@ -152,14 +152,12 @@ def test_a_key_queue_takes_bytes_of_a_subclass_and_nothing_else() -> None:
 
 # Code that runs in the middle of a call.
 
-HEADER = """
+FINALIZERS = """
 import gc
 import numpy as np
 from kvoffload.native import load
 cache, ghosts = load("_cache"), load("_ghosts")
-"""
 
-FINALIZERS = """
 class Harm:
     # In a cycle, so that the garbage collector finalizes it, when any list or tuple is made.
     def __init__(self, slots): self.me, self.slots = self, slots
@@ -176,12 +174,11 @@ def call(method, *others):
     finally: gc.set_threshold(700)
 
 keys = [b"%d" % i for i in range(2000)]
-homes = np.array([hash(key) for key in keys]).tolist()
 ready, none_busy = [True] * 2000, np.zeros(2000, dtype=np.bool_)
 for _ in range(20):
     table = cache.BlockTable(2000)
     pair, recent = ghosts.GapLists(2000), ghosts.RecencyList(2000)
-    call(lambda slots: table.insert(keys, slots, homes))
+    call(lambda slots: table.insert(keys, slots))
     table.remove(np.flatnonzero([key is not None for key in table.key_of]))
     table.insert(keys, np.arange(2000))
     call(table.remove)
@@ -200,51 +197,12 @@ for _ in range(20):
 print("survived")
 """
 
-COMPARISONS = """
-index = cache.BlockTable(10)
 
-class Key:
-    asks = False
-    def __hash__(self): return 5
-    def __eq__(self, other):
-        if Key.asks:
-            Key.asks = False
-            index.split(list(range(4000)))
-            Key.asks = True
-        return self is other
-
-index.split(list(range(4000)))
-keys = [Key() for _ in range(8)]
-Key.asks = True
-for _ in range(20):
-    assert len(index.split([*keys, *keys])[1]) == 8
-
-class Shrinks(bytes):
-    def __hash__(self):
-        del given[1:]
-        return 1
-
-class Buffer:
-    def __buffer__(self, flags):
-        del given[1:]
-        return memoryview(b"k" * 20)
-
-for kind in (Shrinks, lambda n: Buffer()):
-    for method in (ghosts.KeyQueue(50).add, ghosts.KeyQueue(50).holds, ghosts.KeyQueue(50).discard, ghosts.key_hashes):
-        for _ in range(50):
-            given = [bytes(20), *(kind(n) for n in range(300)), *(bytes([n]) * 20 for n in range(200))]
-            try: method(given)
-            except TypeError: pass
-print("survived")
-"""
-
-
-@pytest.mark.parametrize("program", [FINALIZERS, COMPARISONS], ids=["finalizers", "comparisons"])
-def test_a_process_survives(program: str) -> None:
+def test_a_process_survives_finalizers_that_change_what_was_given() -> None:
     source = Path(__file__).parents[2] / "src"
     environment = {**os.environ, "PYTHONPATH": str(source)}
     ended = subprocess.run(
-        [sys.executable, "-c", HEADER + program], env=environment, capture_output=True, text=True, timeout=240
+        [sys.executable, "-c", FINALIZERS], env=environment, capture_output=True, text=True, timeout=240
     )
     assert (ended.returncode, ended.stdout) == (0, "survived\n"), ended.stderr[-2000:]
 
@@ -275,12 +233,4 @@ def test_names_that_are_chosen_to_collide_cost_no_more_than_others() -> None:
     assert not (together * np.uint64(FACTOR) >> np.uint64(32)).any(), "without a secret all are in one place"
     shadows = [ghosts.Shadows(2048, 0, RULES) for _ in range(2)]
     times = [cpu_s(partial(s.access, n, MOST, 0)) for s, n in zip(shadows, (together, apart), strict=True)]
-    assert times[0] < 15 * times[1] + 0.001
-
-
-def test_keys_that_are_chosen_to_collide_are_split_as_fast_as_others() -> None:
-    index = cache.BlockTable(10)
-    together, apart = [n << 20 for n in range(CHOSEN)], list(range(CHOSEN))
-    assert {hash(key) % (1 << 15) for key in together} == {0}
-    times = [cpu_s(partial(index.split, keys)) for keys in (together, apart)]
     assert times[0] < 15 * times[1] + 0.001

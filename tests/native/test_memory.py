@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import gc
-import os
-import subprocess
 import sys
 import tracemalloc
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +14,7 @@ import pytest
 from kvoffload.cache.keys import hash_keys
 from kvoffload.cache.table import BlockTable
 from kvoffload.native import load
+from tests.native.twins import COLLIDING
 
 native: Any = load("_cache")
 lists: Any = load("_ghosts")
@@ -40,6 +38,7 @@ def members() -> Any:
 
 BAD_CALLS: dict[str, Callable[[], Any]] = {
     "keys that are no sequence": lambda: table().find(7),
+    "a key that is no bytes": lambda: table().find([b"a", "b"]),
     "a negative slot": lambda: table().remove(np.array([-1])),
     "slots that do not exist": lambda: table().insert([b"x"], np.array([8])),
     "a slot of the largest number": lambda: table().remove(np.array([2**64 - 1], dtype=np.uint64)),
@@ -48,8 +47,6 @@ BAD_CALLS: dict[str, Callable[[], Any]] = {
     "fractions": lambda: table().remove(np.array([0.5])),
     "flags for slots": lambda: table().remove(np.array([True])),
     "fewer slots than keys": lambda: table().insert([b"x", b"y"], np.array([2])),
-    "homes of other keys": lambda: table().insert([b"x", b"y"], np.array([2, 3]), np.array([5])),
-    "homes of another kind": lambda: table().insert([b"x"], np.array([2]), object()),
     "no busy marks": lambda: members().pop_oldest(1, None),
     "too few busy marks": lambda: members().pop_oldest(1, FREE[:7]),
     "busy marks of another kind": lambda: members().pop_oldest(1, FREE.astype(np.int64)),
@@ -89,8 +86,7 @@ def rounds(n: int, keys: list[Any]) -> None:
     recent = lists.RecencyList(len(keys))
     slots, busy = np.arange(len(keys)), np.zeros(len(keys), dtype=np.bool_)
     for _ in range(n):
-        _, absent, homes = table.split([*keys, *keys])
-        table.insert(absent, slots, homes)
+        table.insert(table.split([*keys, *keys])[1], slots)
         table.split(keys)
         table.find([*keys, b"absent"])
         table.remove(slots)
@@ -109,14 +105,8 @@ def rounds(n: int, keys: list[Any]) -> None:
         recent.pop_oldest(len(keys), busy)
 
 
-class Odd(bytes):
-    def __hash__(self) -> int:
-        return self[0] % 2
-
-
-@pytest.mark.parametrize("kind", [bytes, Odd])
-def test_references_are_neither_lost_nor_kept(kind: type[bytes]) -> None:
-    keys = [kind(i.to_bytes(3, "little")) for i in range(300)]
+def test_references_are_neither_lost_nor_kept() -> None:
+    keys = [i.to_bytes(3, "little") for i in range(250)] + COLLIDING[:50]
     rounds(2, keys)
     gc.collect()
     before = [sys.getrefcount(key) for key in keys]
@@ -133,64 +123,3 @@ def test_references_are_neither_lost_nor_kept(kind: type[bytes]) -> None:
     assert [sys.getrefcount(key) for key in keys] == before
     assert abs(sys.getrefcount(None) - none) < 100
     assert more < taken + 20_000, "memory is lost in every round"
-
-
-HOSTILE = """
-import numpy as np
-from kvoffload.cache.table import BlockTable
-from kvoffload.native import load
-native = load("_cache")
-
-class Hostile:
-    # Changes the index, the list of keys and the array of slots while it is compared, hashed or released.
-    hashed = 0
-    def __init__(self, n): self.n = n
-    def __hash__(self):
-        Hostile.hashed += 1
-        self.harm()
-        return self.n % 2
-    def __eq__(self, other):
-        self.harm()
-        if Hostile.hashed % 7 == 3: raise RuntimeError("not comparable")
-        return self is other
-    def __del__(self): self.harm()
-    def harm(self):
-        if Hostile.busy: return
-        Hostile.busy = True
-        try:
-            h = Hostile.hashed % 6
-            if h == 0: Hostile.index.drop_all_but(np.arange(Hostile.hashed % 5))
-            elif h == 1: Hostile.index.remove(np.arange(20))
-            elif h == 2: del Hostile.keys[1:]
-            elif h == 3: Hostile.slots[:] = 10**9
-            elif h == 4: Hostile.index.split([b"x", "y", 3.0] * 100)
-            elif h == 5: Hostile.index.insert([b"p", b"q"], np.array([38, 39]))
-        except Exception: pass
-        finally: Hostile.busy = False
-
-Hostile.busy = False
-for kind in (native.BlockTable, BlockTable):
-    for seed in range(300):
-        Hostile.hashed = seed
-        Hostile.index = index = kind(40)
-        for call in ("insert", "find", "split", "insert", "remove", "insert"):
-            Hostile.keys = [Hostile(i % 10) if i // 10 != 1 else b"%d" % i for i in range(30)]
-            Hostile.slots = np.arange(30)
-            try:
-                if call == "insert": index.insert(Hostile.keys, Hostile.slots)
-                elif call == "remove": index.remove(Hostile.slots)
-                else: getattr(index, call)(Hostile.keys)
-            except (RuntimeError, IndexError, KeyError): pass
-Hostile.busy = True
-print("survived")
-"""
-
-
-def test_keys_whose_code_changes_everything_do_no_harm_to_memory() -> None:
-    """With the debugging allocator, which notices writes past the end and fills what is freed."""
-    source = Path(__file__).parents[2] / "src"
-    environment = {**os.environ, "PYTHONMALLOC": "debug", "PYTHONPATH": str(source)}
-    ended = subprocess.run(
-        [sys.executable, "-X", "dev", "-c", HOSTILE], env=environment, capture_output=True, text=True
-    )
-    assert (ended.returncode, ended.stdout) == (0, "survived\n"), ended.stderr[-2000:]

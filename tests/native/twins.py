@@ -20,17 +20,17 @@ else:
 """The table of a manager on that of the reference, whatever native code there is."""
 
 
-class Odd(bytes):
-    """A key with few different hashes: equal tags and full buckets are common."""
-
-    def __hash__(self) -> int:
-        return self[0] % 3
+class Own(bytes):
+    """A key of an embedder's own type."""
 
 
-def make_key(i: int) -> Any:
-    """Returns keys of several types, most of them bytes."""
-    raw = bytes([i % 5]) + i.to_bytes(4, "big")
-    return {0: Odd(raw), 1: raw.hex()}.get(i % 7, raw)
+COLLIDING = [key for key in (i.to_bytes(4, "big") for i in range(100_000)) if not hash(key) & 0xFF]
+"""Some 400 keys that belong into one bucket of a small table."""
+
+
+def make_key(i: int) -> bytes:
+    """Returns keys of which many are in one bucket."""
+    return COLLIDING[i // 3] if i % 3 == 0 else (Own if i % 3 == 1 else bytes)(i.to_bytes(5, "big"))
 
 
 class Twins:

@@ -1,5 +1,5 @@
-"""Suites and reference models of contracts that no setting replaces, and of vLLM's secondary tiers."""
+"""The state machine of managers, its reference models, and the suite of vLLM's secondary tiers."""
 
 import pytest
 
-pytest.register_assert_rewrite("tests.suites.conformance", "tests.suites.secondary_tier_conformance")
+pytest.register_assert_rewrite("tests.suites.stateful", "tests.suites.secondary_tier_conformance")

@@ -72,7 +72,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def make_manager(self, num_blocks: int) -> OffloadingManager:
         raise NotImplementedError
 
-    def make_reference(self, num_blocks: int) -> OffloadingManager:
+    def make_reference(self, num_blocks: int) -> ReferenceManager:
         raise NotImplementedError
 
     def make_key(self, n: int) -> OffloadKey:
@@ -88,9 +88,6 @@ class ManagerMachine(RuleBasedStateMachine):
         self.universe = [self.make_key(n) for n in range(num_blocks + 4)]
         self.manager = self.make_manager(num_blocks)
         self.reference = self.make_reference(num_blocks)
-        inner = getattr(self.reference, "backing", self.reference)
-        assert isinstance(inner, ReferenceManager)
-        self.holder = inner
         self.slot_of: dict[OffloadKey, int] = {}
         self.stores: list[list[OffloadKey]] = []
         self.loads: list[list[OffloadKey]] = []
@@ -104,6 +101,8 @@ class ManagerMachine(RuleBasedStateMachine):
         assert self.manager.lookup(keys, context) == self.reference.lookup(keys, context)
         expected = self.reference.lookup_each(keys, context)
         assert self.manager.lookup_each(keys, context).tolist() == expected.tolist()
+        run = self.manager.lookup_each(keys, context, Need.RUN) == LookupState.HIT
+        assert [*run.tolist(), False].index(False) == self.reference.lookup(keys, context)
         last = self.manager.lookup_each(keys, context, Need.LAST) == LookupState.HIT
         assert last.nonzero()[0][-1:].tolist() == (expected == LookupState.HIT).nonzero()[0][-1:].tolist()
 
@@ -138,7 +137,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def prepare_load(self, batch: list[int], context: ReqContext | None, only_ready: bool) -> None:
         keys = self.keys(batch)
         if only_ready:
-            keys = [key for key in keys if self.holder.state(key) is LookupState.HIT]
+            keys = [key for key in keys if self.reference.state(key) is LookupState.HIT]
         spec, error = attempt(self.manager.prepare_load, keys, context)
         _, expected_error = attempt(self.reference.prepare_load, keys, context)
         assert error is expected_error
@@ -153,6 +152,13 @@ class ManagerMachine(RuleBasedStateMachine):
         keys = self.loads.pop(which % len(self.loads))
         if self.end_load(keys + self.keys(others)) is not None:
             self.loads.append(keys)
+
+    @rule(batch=batches)
+    def drop(self, batch: list[int]) -> None:
+        self.take_events()
+        for manager in (self.manager, self.reference):
+            manager.drop(self.keys(batch))
+        self.compare_removals()
 
     @rule()
     def take_events(self) -> None:
@@ -187,7 +193,7 @@ class ManagerMachine(RuleBasedStateMachine):
         if block_status is None:
             return
         for key in self.slot_of:
-            block, expected = block_status(key), self.holder.block_status(key)
+            block, expected = block_status(key), self.reference.block_status(key)
             if block is None or expected is None:
                 assert block is expected, f"only one has the block: {block} {expected}"
             else:
@@ -200,7 +206,7 @@ class ManagerMachine(RuleBasedStateMachine):
         written = self.evict_all_that_may_go("first")
         self.end_store([*self.universe, *written], success=True)
         for key in self.universe:
-            while (block := self.holder.held(key)) is not None and block.ref_cnt > 0:
+            while (block := self.reference.held(key)) is not None and block.ref_cnt > 0:
                 self.end_load([key])
         self.evict_all_that_may_go("second")
         self.take_events()
@@ -266,11 +272,14 @@ class ManagerMachine(RuleBasedStateMachine):
         self.take_events()
         self.manager.reset()
         self.reference.reset()
+        self.compare_removals()
+
+    def compare_removals(self) -> None:
         assert sorted(flat_events(self.manager)) == sorted(flat_events(self.reference))
         self.forget_freed_slots()
 
     def forget_freed_slots(self) -> None:
-        self.slot_of = {key: slot for key, slot in self.slot_of.items() if self.holder.held(key)}
+        self.slot_of = {key: slot for key, slot in self.slot_of.items() if self.reference.held(key)}
 
     def slots(self, spec: LoadStoreSpec) -> list[int]:
         slots: list[int] = spec.slots.tolist()
@@ -280,12 +289,11 @@ class ManagerMachine(RuleBasedStateMachine):
 
 def manager_machine(
     make_manager: Callable[[int], OffloadingManager],
-    make_reference: Callable[[int], OffloadingManager],
+    make_reference: Callable[[int], ReferenceManager],
     compare_more: Callable[[Any, Any], None] = lambda manager, reference: None,
     make_key: Callable[[int], OffloadKey] = lambda n: make_offload_key(b"%d" % n, 0),
 ) -> type[ManagerMachine]:
-    """Returns a machine that compares the two; both factories get a number of blocks. A reference is a
-    ReferenceManager, or has one as ``backing``.
+    """Returns a machine that compares the two; both factories get a number of blocks.
 
     ``compare_more(manager, reference)`` asserts what only this kind of manager can answer. ``make_key`` makes the
     keys, for managers that must handle special ones. The machine looks up every key once as a request of its own, which
@@ -336,6 +344,8 @@ def walk(machine_class: type[ManagerMachine], seed: int, num_blocks: int | None 
             rules.append(lambda: machine.complete_load(rng.randrange(3), []))
         if rng.random() < 0.01:
             machine.reset_now()
+        if rng.random() < 0.03:
+            machine.drop(batch()[:3])
         rng.choice(rules)()
         machine.integrity_holds()
         machine.both_know_the_same()

@@ -11,18 +11,21 @@ from kvoffload.cache.slots import HostBackend
 from kvoffload.testing.tier_conformance import make_pools
 from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings
 from tests.sim.memory_tier import MemoryTier
-from tests.suites.conformance import ManagerConformance
+from tests.suites.reference import ReferenceLRUManager
+from tests.suites.stateful import WALK_SEEDS, manager_machine, walk
 from tests.tiering.rig import SLOT_BYTES, A, B, Rig, arrived, below, chain, content
 
 
-class TestConformance(ManagerConformance):
-    """With a tier that has no room, the manager behaves as any other."""
+def make_above_a_full_tier(num_blocks: int) -> TieredOffloadingManager:
+    tier = MemoryTier(make_pools(num_blocks, SLOT_BYTES), 0)
+    backend = HostBackend(16, num_blocks)
+    host = PolicyOffloadingManager(backend, make_policy("lru", num_blocks), enable_events=True)
+    return TieredOffloadingManager(host, [tier], TieringSettings([KVGroup(16)]))
 
-    def make_manager(self, num_blocks: int) -> TieredOffloadingManager:
-        tier = MemoryTier(make_pools(num_blocks, SLOT_BYTES), 0)
-        backend = HostBackend(16, num_blocks)
-        host = PolicyOffloadingManager(backend, make_policy("lru", num_blocks), enable_events=True)
-        return TieredOffloadingManager(host, [tier], TieringSettings([KVGroup(16)]))
+
+@pytest.mark.parametrize("seed", WALK_SEEDS)
+def test_above_a_tier_that_has_no_room_the_manager_behaves_as_any_other(seed: int) -> None:
+    walk(manager_machine(make_above_a_full_tier, ReferenceLRUManager), seed)
 
 
 def test_a_block_is_written_through_and_promoted_with_its_bytes() -> None:

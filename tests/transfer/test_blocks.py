@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,13 @@ from hypothesis import strategies as st
 from kvoffload.abc import ByteArray
 from kvoffload.native import load
 from kvoffload.transfer import blocks
-from kvoffload.transfer.blocks import STREAMS, BlockCopier, Place, PlainBlockCopier, choose_streams, merge_views
+from kvoffload.transfer.blocks import BlockCopier, PlainBlockCopier
 from kvoffload.transfer.copies import Numbers
 
 needs_native = pytest.mark.skipif(load("_copies") is None, reason="there is no native code here")
 COPIERS = [PlainBlockCopier, pytest.param(BlockCopier, marks=needs_native)]
-KINDS = [*STREAMS, 1, 3]
-PAGE_BYTES = [1, 3, 16, 63, 64, 65, 511, 512, 513, 575, 576, 767, 1000, 4096, 4097, 8192, 10_001]
+PAGE_BYTES = [1, 3, 64, 65, 1000, 2047, 2048, 2049, 2111, 2112, 2303, 4096, 4097, 8192, 10_001]
+"""From 2,048 on, pages are copied past the processor's caches."""
 
 Copy = Callable[[Numbers, Numbers, Numbers, bool], object]
 
@@ -43,13 +44,8 @@ class Memory:
     pool: ByteArray
     views: list[ByteArray]
     host: ByteArray
-    offsets: list[int] | None
-    """Where a row has the page of each view; None: one after another."""
-
-    def merged(self) -> tuple[list[ByteArray], ByteArray, list[Place] | None]:
-        """Returns the arguments of a copier."""
-        views, places = merge_views(self.views, self.offsets)
-        return views, self.host, None if self.offsets is None else places
+    offsets: list[int]
+    """Where a row has the page of each view."""
 
     def contents(self) -> list[bytes]:
         """Returns all bytes, also those between pages and slots."""
@@ -69,7 +65,8 @@ class Layout:
     """Bytes before the first page and the first slot."""
     gaps: tuple[int, ...] | None = None
     """For each allocation, the bytes in a row before each of its pages and after the last: the layers of a gap of 0 are
-    beside one another there too. None: the pages fill a row in the order of the layers, otherwise in another order."""
+    beside one another there too. Its pages come before those of the allocations before it. None: the pages fill a row
+    in the order of the layers."""
 
     def memory(self, seed: int = 0) -> Memory:
         rng = np.random.default_rng(seed)
@@ -84,8 +81,10 @@ class Layout:
                 for i in range(layers)
             ]
             views += [pages[layer] for layer in each]
-        size = sum(layers * page_bytes for layers, page_bytes, _, _ in self.allocations)
-        offsets: list[int] | None = None
+        offsets, size = (
+            list(accumulate((view.shape[1] for view in views), initial=0))[:-1],
+            sum(view.shape[1] for view in views),
+        )
         if self.gaps is not None:
             offsets, size = [], 0
             for (layers, page_bytes, _, _), gap in zip(self.allocations[::-1], self.gaps[::-1], strict=True):
@@ -124,44 +123,36 @@ def jobs(draw: st.DrawFn, layout: Layout) -> tuple[Numbers, Numbers, Numbers]:
     return numbers(device_blocks[:n]), chosen // layout.factor, chosen % layout.factor
 
 
-def same_as_plain(
-    layout: Layout, job: tuple[Numbers, Numbers, Numbers], make_copy: Callable[[Memory, bool], Copy], merges: bool
-) -> bool:
+def copier_of(memory: Memory, make: type[PlainBlockCopier] = PlainBlockCopier) -> Any:
+    return make(memory.views, memory.host, memory.offsets)
+
+
+def same_as_plain(layout: Layout, job: tuple[Numbers, Numbers, Numbers], make_copy: Callable[[Memory], Copy]) -> bool:
     """Whether a copy leaves all memory as the plain copier does, in both directions."""
     same = True
     for is_store in (True, False):
         wanted, found = layout.memory(), layout.memory()
-        PlainBlockCopier(*wanted.merged()).copy(*job, is_store)
-        make_copy(found, merges)(*job, is_store)
+        copier_of(wanted).copy(*job, is_store)
+        make_copy(found)(*job, is_store)
         same = same and wanted.contents() == found.contents()
     return same
 
 
-def arguments_of(memory: Memory, merges: bool) -> tuple[list[ByteArray], ByteArray, list[Place] | None]:
-    if merges:
-        return memory.merged()
-    places = None if memory.offsets is None else [(at, 0) for at in memory.offsets]
-    return [view[np.newaxis] for view in memory.views], memory.host, places
-
-
-def native_copy(streams: int, use_two_threads: bool) -> Callable[[Memory, bool], Copy]:
+def native_copy(use_two_threads: bool = False) -> Callable[[Memory], Copy]:
     native: Any = load("_copies")
 
-    def make(memory: Memory, merges: bool) -> Copy:
-        copier = native.BlockCopier(*arguments_of(memory, merges))
-        return lambda *job: copier.copy_rows(*job, streams, use_two_threads)
+    def make(memory: Memory) -> Copy:
+        copier = copier_of(memory, native.BlockCopier)
+        return lambda *job: copier.copy_rows(*job, use_two_threads)
 
     return make
 
 
 @needs_native
 @settings(max_examples=150)
-@given(st.data(), layouts(), st.sampled_from(KINDS), st.booleans())
-def test_native_copies_are_those_of_the_plain_version(
-    data: st.DataObject, layout: Layout, streams: int, merges: bool
-) -> None:
-    job = data.draw(jobs(layout))
-    assert same_as_plain(layout, job, native_copy(streams, False), merges)
+@given(st.data(), layouts())
+def test_native_copies_are_those_of_the_plain_version(data: st.DataObject, layout: Layout) -> None:
+    assert same_as_plain(layout, data.draw(jobs(layout)), native_copy())
 
 
 LARGE = Layout(((3, 1 << 20, 0, False), (2, (64 << 10) + 1, 7, True)), num_blocks=9, num_slots=3, factor=3, shift=5)
@@ -169,25 +160,24 @@ LARGE_JOB = numbers([8, 1, 0, 7, 2, 6]), numbers([2, 2, 2, 0, 0, 1]), numbers([0
 
 
 @needs_native
-@pytest.mark.parametrize("streams", STREAMS)
-def test_two_threads_copy_many_small_pages(streams: int) -> None:
+def test_two_threads_copy_many_small_pages() -> None:
     layout = Layout(((5, 3000, 8, False), (1, 100, 0, False)), num_blocks=600, num_slots=300, factor=2, shift=3)
     places = np.random.default_rng(0).permutation(600)
     job = np.random.default_rng(1).permutation(600), places // 2, places % 2
-    assert same_as_plain(layout, job, native_copy(streams, True), merges=True)
+    assert same_as_plain(layout, job, native_copy(use_two_threads=True))
 
 
 @needs_native
 @pytest.mark.parametrize("fault", ["block", "slot", "part", "short", "swapped", "place"])
 def test_the_comparison_finds_a_copy_that_is_wrong_in_one_place(fault: str) -> None:
     """The negative control of the comparisons above."""
-    layout = Layout(((2, 513, 3, False), (1, 64, 0, True)), num_blocks=8, num_slots=4, factor=2, shift=1, gaps=(5, 0))
+    layout = Layout(((2, 2049, 3, False), (1, 64, 0, True)), num_blocks=8, num_slots=4, factor=2, shift=1, gaps=(5, 0))
     job = numbers([5, 0, 3]), numbers([1, 2, 2]), numbers([1, 0, 1])
 
-    def make(memory: Memory, merges: bool) -> Copy:
+    def make(memory: Memory) -> Copy:
         if fault == "place":
-            memory.offsets = [at + 1 for at in memory.offsets or ()]
-        right = native_copy(8, False)(memory, merges)
+            memory.offsets = [at + 1 for at in memory.offsets]
+        right = native_copy()(memory)
 
         def copy(device_blocks: Numbers, slots: Numbers, parts: Numbers, is_store: bool) -> None:
             last = numbers([0, 0, 1])
@@ -205,22 +195,19 @@ def test_the_comparison_finds_a_copy_that_is_wrong_in_one_place(fault: str) -> N
 
         return copy
 
-    assert same_as_plain(layout, job, native_copy(8, False), merges=True)
-    assert not same_as_plain(layout, job, make, merges=True)
+    assert same_as_plain(layout, job, native_copy())
+    assert not same_as_plain(layout, job, make)
 
 
 @settings(max_examples=100)
-@given(st.data(), layouts(), st.booleans(), st.booleans())
-def test_plain_copies_are_those_by_hand(data: st.DataObject, layout: Layout, is_store: bool, merges: bool) -> None:
+@given(st.data(), layouts(), st.booleans())
+def test_plain_copies_are_those_by_hand(data: st.DataObject, layout: Layout, is_store: bool) -> None:
     """All other bytes remain as they were, also those of a row in which no page is."""
     job = data.draw(jobs(layout))
     found, wanted = layout.memory(), layout.memory()
-    PlainBlockCopier(*arguments_of(found, merges)).copy(*job, is_store)
-    offsets = wanted.offsets
-    if offsets is None:
-        offsets = [sum(view.shape[1] for view in wanted.views[:i]) for i in range(len(wanted.views))]
+    copier_of(found).copy(*job, is_store)
     for block, slot, part in zip(*job, strict=True):
-        for view, at in zip(wanted.views, offsets, strict=True):
+        for view, at in zip(wanted.views, wanted.offsets, strict=True):
             place = wanted.host[slot, part, at : at + view.shape[1]]
             to, of = (place, view[block]) if is_store else (view[block], place)
             to[:] = of
@@ -245,16 +232,14 @@ def test_a_place_that_does_not_exist_is_refused_before_anything_is_copied(
     memory = SMALL.memory()
     before = memory.contents()
     with pytest.raises(IndexError):
-        make(merge_views(memory.views)[0], memory.host).copy(
-            numbers(job[0]), numbers(job[1]), numbers(job[2]), is_store
-        )
+        copier_of(memory, make).copy(numbers(job[0]), numbers(job[1]), numbers(job[2]), is_store)
     assert memory.contents() == before
 
 
 @pytest.mark.parametrize("make", COPIERS)
 def test_arrays_of_different_lengths_are_refused(make: type[PlainBlockCopier]) -> None:
     memory = SMALL.memory()
-    copier = make(merge_views(memory.views)[0], memory.host)
+    copier = copier_of(memory, make)
     for job in (([1, 2], [0], [0, 0]), ([1], [0], [0, 0]), ([], [0], [0])):
         with pytest.raises(ValueError):
             copier.copy(numbers(job[0]), numbers(job[1]), numbers(job[2]), True)
@@ -263,7 +248,7 @@ def test_arrays_of_different_lengths_are_refused(make: type[PlainBlockCopier]) -
 @needs_native
 def test_numbers_of_another_type_are_refused() -> None:
     memory = SMALL.memory()
-    copier: Any = BlockCopier(merge_views(memory.views)[0], memory.host)
+    copier = copier_of(memory, BlockCopier)
     good = numbers([1])
     for bad in (good.astype(np.int32), good.astype(np.float64), [1], None):
         for job in ((bad, good, good), (good, bad, good), (good, good, bad)):
@@ -273,104 +258,45 @@ def test_numbers_of_another_type_are_refused() -> None:
 
 @pytest.mark.parametrize("make", COPIERS)
 def test_memory_of_another_shape_is_refused(make: type[PlainBlockCopier]) -> None:
-    views, host = [np.zeros((2, 4, 8), dtype=np.uint8)], np.zeros((3, 2, 16), dtype=np.uint8)
-    make(views, host)
+    view, host = np.zeros((4, 16), dtype=np.uint8), np.zeros((3, 2, 16), dtype=np.uint8)
+    make([view], host, [0])
     for bad_views, bad_host in (
-        (views, host[:, :, :15]),
-        ([*views, np.zeros((1, 5, 0), dtype=np.uint8)], host),
-        ([views[0][0]], host),
-        (views, host[0]),
-        ([np.zeros((2, 4, 16), dtype=np.uint8)[:, :, ::2]], host),
-        (views, np.zeros((3, 2, 32), dtype=np.uint8)[:, :, ::2]),
+        ([view], host[:, :, :15]),
+        ([view, np.zeros((5, 0), dtype=np.uint8)], host),
+        ([view[0]], host),
+        ([view], host[0]),
+        ([np.zeros((4, 32), dtype=np.uint8)[:, ::2]], host),
+        ([view], np.zeros((3, 2, 32), dtype=np.uint8)[:, :, ::2]),
     ):
         with pytest.raises(ValueError):
-            make(bad_views, bad_host)
+            make(bad_views, bad_host, [0] * len(bad_views))
     with pytest.raises(TypeError):
-        make([views[0].astype(np.int16)], host)
+        make([view.astype(np.int16)], host, [0])
     with pytest.raises(TypeError):
-        make(views, host.astype(np.int8))
+        make([view], host.astype(np.int8), [0])
 
 
-@pytest.mark.parametrize(
-    "places",
-    [
-        *([(0, 8), (at, 0)] for at in (-1, 25, 1 << 40, 1 << 70)),
-        *([(at, 8), (16, 0)] for at in (-1, 17, 1 << 40, 1 << 70)),
-        *([(0, step), (24, 0)] for step in (-8, 25, 1 << 62, 1 << 70)),
-        [(0, 8)],
-        [],
-    ],
-)
+@pytest.mark.parametrize("offsets", [*([0, at] for at in (-1, 25, 1 << 40, 1 << 70)), [0], []])
 @pytest.mark.parametrize("make", COPIERS)
-def test_places_that_are_not_in_a_row_are_refused(make: type[PlainBlockCopier], places: list[Place]) -> None:
-    views, host = [np.zeros((layers, 4, 8), np.uint8) for layers in (2, 1)], np.zeros((3, 2, 32), np.uint8)
-    make(views, host, [(0, 24), (16, 0)])
+def test_places_that_are_not_in_a_row_are_refused(make: type[PlainBlockCopier], offsets: list[int]) -> None:
+    views, host = [np.zeros((4, 8), np.uint8) for _ in range(2)], np.zeros((3, 2, 32), np.uint8)
+    make(views, host, [0, 24])
     with pytest.raises(ValueError):
-        make(views, host, places)
+        make(views, host, offsets)
 
 
 @pytest.mark.parametrize("is_store", [True, False])
 @pytest.mark.parametrize("make", COPIERS)
 def test_read_only_memory_is_not_written_to(make: type[PlainBlockCopier], is_store: bool) -> None:
     memory = SMALL.memory()
-    views = merge_views(memory.views)[0]
-    for array in [memory.host] if is_store else views:
+    for array in [memory.host] if is_store else memory.views:
         array.flags.writeable = False
-    copier = make(views, memory.host)
+    copier = copier_of(memory, make)
     copier.copy(numbers([1]), numbers([2]), numbers([0]), not is_store)
     before = memory.contents()
     with pytest.raises(ValueError):
         copier.copy(numbers([1]), numbers([2]), numbers([0]), is_store)
     assert memory.contents() == before
-
-
-# The kind of copy.
-
-
-class Machine:
-    """Copies take the given seconds; by its clock too, and every so often much longer."""
-
-    def __init__(self, seconds: Sequence[float], slow: Callable[[int], bool] = lambda call: False) -> None:
-        self._seconds = dict(zip(STREAMS, seconds, strict=True))
-        self._slow = slow
-        self.calls: list[int] = []
-        self.now = 0.0
-
-    def measure(self, streams: int) -> float:
-        taken = self._seconds[streams] * (30 if self._slow(len(self.calls)) else 1)
-        self.calls.append(streams)
-        self.now += taken
-        return taken
-
-    def choice(self) -> int:
-        return choose_streams(self.measure, lambda: self.now)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "chosen"),
-    [
-        ((3, 2, 1), 8),
-        ((3, 1, 2), 4),
-        ((1, 2, 3), 0),
-        ((2, 1, 1), 4),
-        ((1, 1, 1), 0),
-        ((1, 0.96, 0.97), 0),
-        ((1, 0.96, 0.94), 8),
-        ((0, 0, 0), 0),
-    ],
-)
-def test_the_fastest_kind_is_chosen_and_memcpy_unless_another_is_clearly_faster(
-    seconds: Sequence[float], chosen: int
-) -> None:
-    assert Machine([each / 1000 for each in seconds]).choice() == chosen
-
-
-@pytest.mark.parametrize("seconds", [1e-9, 1e-4, 0.02, 1.0, 1000.0])
-def test_the_measurements_end(seconds: float) -> None:
-    slow = Machine((seconds, seconds / 2, seconds))
-    assert slow.choice() == 4
-    assert len(STREAMS) <= len(slow.calls) <= blocks.ROUNDS * len(STREAMS)
-    assert slow.now <= blocks.DEADLINE_S + len(STREAMS) * seconds, "a round began after the deadline"
 
 
 # Threads.
@@ -385,8 +311,7 @@ def test_stores_that_bypass_the_caches_are_fenced() -> None:
 
 
 def large_copier() -> tuple[Any, tuple[Numbers, Numbers, Numbers]]:
-    memory = LARGE.memory()
-    return BlockCopier(merge_views(memory.views)[0], memory.host), LARGE_JOB
+    return copier_of(LARGE.memory(), BlockCopier), LARGE_JOB
 
 
 @pytest.fixture
@@ -403,53 +328,50 @@ def one_processor() -> Iterator[None]:
 def test_a_large_job_is_copied_by_two_threads_of_which_one_ends_with_it() -> None:
     copier, job = large_copier()
     before = set(os.listdir("/proc/self/task"))
-    assert copier.copy_rows(*job, True, 8, True) == 2
+    assert copier.copy_rows(*job, True, True) == 2
     end = time.monotonic() + 60
     # The kernel removes the entry of a thread a little after it has ended.
     while not set(os.listdir("/proc/self/task")) <= before:
         assert time.monotonic() < end, "the thread is still there"
         time.sleep(0.001)
-    assert copier.copy_rows(*job, True, 8, False) == 1
+    assert copier.copy_rows(*job, True, False) == 1
 
 
 @needs_native
 def test_a_thread_that_may_use_one_processor_copies_alone(one_processor: None) -> None:
     copier, job = large_copier()
-    assert copier.copy_rows(*job, True, 8, True) == 1
+    assert copier.copy_rows(*job, True, True) == 1
 
 
 @needs_native
 def test_a_small_job_is_copied_by_one_thread() -> None:
     memory = SMALL.memory()
-    copier: Any = BlockCopier(merge_views(memory.views)[0], memory.host)
-    assert copier.copy_rows(numbers([1, 2]), numbers([1, 1]), numbers([0, 1]), True, 8, True) == 1
+    copier = copier_of(memory, BlockCopier)
+    assert copier.copy_rows(numbers([1, 2]), numbers([1, 1]), numbers([0, 1]), True, True) == 1
 
 
 @needs_native
-@pytest.mark.parametrize("is_store", [True, False])
-def test_the_size_of_a_job_decides_about_the_second_thread(is_store: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_size_of_a_job_decides_about_the_second_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = SMALL.memory()
-    copier: Any = BlockCopier(merge_views(memory.views)[0], memory.host)
-    copier.streams = [4, 8]
+    copier = copier_of(memory, BlockCopier)
     modes = []
-    monkeypatch.setattr(type(copier), "copy_rows", lambda self, *arguments: modes.append(arguments[-2:]))
+    monkeypatch.setattr(type(copier), "copy_rows", lambda self, *arguments: modes.append(arguments[-1]))
     monkeypatch.setattr(blocks, "TWO_THREADS_BYTES", 3 * 1200)
     for n in (2, 3):
-        copier.copy(numbers(range(n)), numbers([0] * n), numbers([0] * n), is_store)
-    streams = 8 if is_store else 4
-    assert modes == [(streams, False), (streams, True)]
+        copier.copy(numbers(range(n)), numbers([0] * n), numbers([0] * n), True)
+    assert modes == [False, True]
 
 
 @needs_native
 def test_a_forked_process_copies_too() -> None:
     copier, job = large_copier()
-    copier.copy_rows(*job, True, 8, True)
+    copier.copy_rows(*job, True, True)
     pid = os.fork()
     if pid == 0:
         ok = False
         try:
-            ok = same_as_plain(LARGE, LARGE_JOB, native_copy(8, True), merges=True)
-            copier.copy_rows(*job, True, 8, True)
+            ok = same_as_plain(LARGE, LARGE_JOB, native_copy(use_two_threads=True))
+            copier.copy_rows(*job, True, True)
         finally:
             os._exit(0 if ok else 1)
     assert os.waitpid(pid, 0)[1] == 0

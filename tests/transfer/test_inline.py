@@ -5,20 +5,19 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvoffload.abc import ByteArray, PageGroup, Placement, TransferSpec
+from kvoffload.abc import ByteArray, PageGroup, TransferSpec
 from kvoffload.host.pool import padded_slot_bytes
 from kvoffload.transfer import inline
-from kvoffload.transfer.blocks import merge_views
 from kvoffload.transfer.inline import InlineTransfer
 from tests.clock import Clock
-from tests.transfer.specs import job, spec_of
+from tests.transfer.specs import job
 
 BLOCKS = 12
 
@@ -37,19 +36,6 @@ def separate_layers() -> list[ByteArray]:
     return [noise(BLOCKS, page) for page in (16, 8, 24)]
 
 
-def strided_layers() -> list[ByteArray]:
-    """Returns layers of one array (blocks, layers, bytes), with gaps between the pages."""
-    whole = noise(BLOCKS, 3, 20)
-    return [whole[:, layer, :16] for layer in range(3)]
-
-
-def mixed_layers() -> list[ByteArray]:
-    return [*merged_layers(), noise(BLOCKS, 40), *strided_layers()]
-
-
-LAYOUTS = [merged_layers, separate_layers, strided_layers, mixed_layers]
-
-
 def make_pool(views: Sequence[ByteArray], factor: int, num_slots: int = 6) -> ByteArray:
     block_bytes = sum(view.shape[1] for view in views)
     return np.zeros((num_slots, padded_slot_bytes(block_bytes * factor)), dtype=np.uint8)
@@ -66,63 +52,14 @@ def run(transfer: InlineTransfer, spec: TransferSpec, is_store: bool, job_id: in
     return result.ok
 
 
-@pytest.mark.parametrize("factor", [1, 2, 3, 4])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_round_trip(layout: Callable[[], list[ByteArray]], factor: int) -> None:
-    views = layout()
-    pool = make_pool(views, factor)
-    transfer = InlineTransfer([PageGroup(views, factor)], pool)
-    blocks = [7, 2, 9, 4, 11, 1, 8, 3][: 2 * factor]
-    before = [block(views, i) for i in range(BLOCKS)]
-    assert run(transfer, job([5, 0], blocks), is_store=True)
-    # A slot holds its device blocks one after another, then padding.
-    size = len(before[0])
-    assert pool[5, : size * factor].tobytes() == b"".join(before[i] for i in blocks[:factor])
-    assert not pool[5, size * factor :].any()
-    assert not pool[1:5].any(), "no other slot was touched"
-    for view in views:
-        view[:] = 0
-    targets = [2 * factor - i for i in range(2 * factor)]
-    assert run(transfer, job([5, 0], targets), is_store=False)
-    for source, target in zip(blocks, targets, strict=True):
-        assert block(views, target) == before[source]
-    untouched = set(range(BLOCKS)) - set(targets)
-    assert all(block(views, i) == bytes(size) for i in untouched)
-
-
 @pytest.mark.parametrize("is_store", [True, False])
-@pytest.mark.parametrize(
-    ("slots", "blocks"),
-    [
-        ([6], [1, 2]),
-        ([-1], [1, 2]),
-        ([0, 6], [1, 2, 3, 4]),
-        ([0], [1, BLOCKS]),
-        ([0], [-1, 1]),
-        ([0], [1, 2, 3]),
-        ([0, 1], [1, 2]),
-        ([], [1]),
-    ],
-    ids=[
-        "slot beyond the pool",
-        "negative slot",
-        "second slot beyond",
-        "device block beyond",
-        "negative device block",
-        "too many device blocks",
-        "too few device blocks",
-        "no slot",
-    ],
-)
-def test_an_inconsistent_job_fails_and_copies_nothing(
-    slots: list[int], blocks: list[int], is_store: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_inconsistent_job_fails_and_copies_nothing(is_store: bool, caplog: pytest.LogCaptureFixture) -> None:
     views = merged_layers()
     pool = make_pool(views, 2)
     pool[:] = 0x55
     device_before, pool_before = np.stack(views), pool.copy()
     with caplog.at_level(logging.CRITICAL):
-        assert not run(InlineTransfer([PageGroup(views, 2)], pool), job(slots, blocks), is_store)
+        assert not run(InlineTransfer([PageGroup(views, 2)], pool), job([0, 6], [1, 2, 3, 4]), is_store)
     assert (np.stack(views) == device_before).all()
     assert (pool == pool_before).all()
 
@@ -217,105 +154,6 @@ def test_slots_that_are_too_small_for_a_block_are_refused() -> None:
     views = merged_layers()
     with pytest.raises(ValueError):
         InlineTransfer([PageGroup(views)], np.zeros((4, 47), dtype=np.uint8))
-
-
-# Several groups, and merged layers.
-
-
-def test_round_trip_of_a_job_with_several_groups() -> None:
-    """The groups differ in page size, layers and factor and share a pool; one of them has no layer on this rank."""
-    rng = np.random.default_rng(0)
-    groups = [
-        PageGroup([rng.integers(0, 256, (8, 24), dtype=np.uint8) for _ in range(3)], 2),
-        PageGroup([]),
-        PageGroup([rng.integers(0, 256, (8, 40), dtype=np.uint8)]),
-    ]
-    pool = np.zeros((6, max(group.block_bytes for group in groups)), dtype=np.uint8)
-    transfer = InlineTransfer(groups, pool)
-    assert run(transfer, spec_of([4, 1, 0, 2], ([1, 2, 3], 1), ([5], 0), ([7], 3)), is_store=True)
-    before = [[view.copy() for view in group.views] for group in groups]
-    for group in groups:
-        for view in group.views:
-            view[:] = 0
-    assert run(transfer, spec_of([4, 1, 0, 2], ([1, 2, 3], 1), ([5], 0), ([7], 3)), is_store=False)
-    for g, blocks in ((0, [1, 2, 3]), (2, [7])):
-        for view, right in zip(groups[g].views, before[g], strict=True):
-            assert np.array_equal(view[blocks], right[blocks])
-            assert not np.delete(view, blocks, axis=0).any()
-
-
-def ranks_of_one_pool(pool: ByteArray, factor: int, shift: int) -> tuple[list[list[ByteArray]], list[InlineTransfer]]:
-    """Returns the views and transfers of two ranks whose pages are in turn in the rows of a pool. ``shift``: how many
-    bytes too early those of the second are."""
-    sizes = np.array([view.shape[1] for view in mixed_layers()])
-    starts = 2 * (np.cumsum(sizes) - sizes)
-    views = [mixed_layers() for _ in range(2)]
-    for view in views[1]:
-        view ^= 1
-    places = [tuple((starts + rank * (sizes - shift)).tolist()) for rank in range(2)]
-    row_bytes = 2 * int(sizes.sum())
-    groups = [PageGroup(own, factor, Placement(at, row_bytes)) for own, at in zip(views, places, strict=True)]
-    return views, [InlineTransfer([group], pool) for group in groups]
-
-
-def both_ranks_are_right(factor: int, shift: int) -> bool:
-    """Stores blocks of two ranks in the same slots, loads them on a rank that has whole blocks, and the other way.
-    Returns whether all bytes are right, also those of slots that are not used."""
-    whole = [np.concatenate([view, view ^ 1], axis=1) for view in mixed_layers()]
-    pool = noise(6, padded_slot_bytes(factor * len(block(whole, 0))))
-    wanted = pool.copy()
-    views, transfers = ranks_of_one_pool(pool, factor, shift)
-    blocks, slots = [7, 2, 9, 4, 11, 1][: 2 * factor], [5, 0]
-    for transfer in transfers:
-        transfer.submit(1, job(slots, blocks), is_store=True)
-        (result,) = transfer.poll(busy=False)
-        assert (result.ok, result.nbytes) == (True, len(blocks) * len(block(views[0], 0)))
-    for slot, first in zip(slots, (0, factor), strict=True):
-        row = b"".join(block(whole, i) for i in blocks[first : first + factor])
-        wanted[slot, : len(row)] = np.frombuffer(row, np.uint8)
-    is_right = np.array_equal(pool, wanted)
-    loaded = [np.zeros_like(view) for view in whole]
-    alone = InlineTransfer([PageGroup(loaded, factor)], pool)
-    assert run(alone, job(slots, blocks), is_store=False)
-    is_right &= all(block(loaded, i) == block(whole, i) for i in blocks)
-    for view in loaded:
-        view ^= 0x55
-    assert run(alone, job(slots, blocks), is_store=True)
-    for own, transfer in zip(views, transfers, strict=True):
-        assert run(transfer, job(slots, blocks), is_store=False)
-        halves = [np.split(view, 2, axis=1)[own is views[1]] for view in loaded]
-        is_right &= all(block(own, i) == block(halves, i) for i in blocks)
-    return is_right
-
-
-@pytest.mark.parametrize("factor", [1, 3])
-def test_two_ranks_share_slots_with_one_that_has_whole_blocks(factor: int) -> None:
-    assert both_ranks_are_right(factor, shift=0)
-
-
-@pytest.mark.parametrize("factor", [1, 3])
-def test_a_byte_of_another_rank_that_is_overwritten_is_noticed(factor: int) -> None:
-    """The negative control of the test above."""
-    assert not both_ranks_are_right(factor, shift=1)
-
-
-@pytest.mark.parametrize(
-    ("layout", "runs"),
-    [
-        (merged_layers, [3]),
-        (strided_layers, [3]),
-        (separate_layers, [1, 1, 1]),
-        (lambda: merged_layers()[::2], [2]),
-        (lambda: [*merged_layers(), noise(BLOCKS, 17)], [3, 1]),
-    ],
-)
-def test_neighbouring_layers_become_one_array(layout: Callable[[], list[ByteArray]], runs: list[int]) -> None:
-    views = layout()
-    merged = merge_views(views)[0]
-    assert [len(run) for run in merged] == runs
-    for page, view in zip((page for run in merged for page in run), views, strict=True):
-        assert np.array_equal(page, view)
-        assert np.shares_memory(page, view)
 
 
 def test_layers_live_as_long_as_the_transfer() -> None:

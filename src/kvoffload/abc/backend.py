@@ -5,11 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from kvoffload.abc.types import (
-    LoadStoreSpec,
-    OffloadKey,
-    Slots,
-)
+from kvoffload.abc.types import LoadStoreSpec, OffloadKey, Slots
 
 
 class Backend(ABC):

@@ -6,9 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from kvoffload.abc.types import (
-    BlockHash,
-)
+from kvoffload.abc.types import BlockHash
 
 
 class Request(Protocol):

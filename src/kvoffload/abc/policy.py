@@ -12,10 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.abc.types import (
-    OffloadKey,
-    Slots,
-)
+from kvoffload.abc.types import OffloadKey, Slots
 
 # Neither of the two is frozen: there is one per request, and to set the fields of a frozen one takes long.
 

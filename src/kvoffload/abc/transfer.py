@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from kvoffload.abc.types import (
-    TransferSpec,
-)
+from kvoffload.abc.types import TransferSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,8 @@ from kvoffload.cache.bills import TenantCounts
 from kvoffload.cache.history import History
 from kvoffload.cache.misses import MissMemory
 from kvoffload.cache.policies.lru import LRUPolicy
-from kvoffload.cache.room import NO_SLOTS, room_of
+from kvoffload.cache.retention import Retention
+from kvoffload.cache.room import NO_SLOTS, Room
 from kvoffload.cache.table import BlockTable
 from kvoffload.cache.tenants import HOST
 
@@ -88,9 +89,10 @@ class PolicyOffloadingManager(OffloadingManager):
         """Decides which new blocks are stored. None: all are. May be set."""
         self.table = BlockTable(backend.num_blocks)
         """Which block is in which slot. Others only read it."""
-        self.room, self._hints = room_of(backend, policy, self.table)
+        self.room = Room(backend, policy, self.table)
         """How blocks leave for others, and what each tenant may have."""
-        self.retention = self.room.retention(self._pin, self._unpin, clock)
+        self._hints = self.room.hints
+        self.retention = Retention(self.table, self.room.shares, self._pin, self._unpin, clock)
         """Which blocks stay for a promised time."""
         self.history = History(backend.medium, self.table, misses or MissMemory(clock=clock), enable_events)
         self._gauges = _Gauges(clock)
@@ -164,7 +166,7 @@ class PolicyOffloadingManager(OffloadingManager):
     def prepare_store(
         self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, offer: Offer = Offer.COMPUTED
     ) -> PrepareStoreOutput | None:
-        present, absent, homes = self.table.split(keys)
+        present, absent = self.table.split(keys)
         # What its tenant pays for, or somebody waits for, is stored, whatever it seems to be worth.
         hints = None if req_context is None else req_context.hints
         is_retained = absent and hints is not None and bool(hints.retain_s) and self.retention.allows(absent[0])
@@ -185,7 +187,7 @@ class PolicyOffloadingManager(OffloadingManager):
             worthless = list(compress(tail_first, ~admitted))
             tail_first = list(compress(tail_first, admitted))
             new_keys = tail_first[::-1]
-        output = self._store(tail_first, new_keys, homes if len(new_keys) == len(absent) else None, present, worthless)
+        output = self._store(tail_first, new_keys, present, worthless)
         if output is not None and refused:
             output = replace(output, refused_keys=[*output.refused_keys, *refused])
         return output
@@ -193,14 +195,13 @@ class PolicyOffloadingManager(OffloadingManager):
     def allocate(self, keys: Sequence[OffloadKey]) -> PrepareStoreOutput | None:
         """Does the same as ``prepare_store`` for blocks that neither admission nor policy may refuse, such as blocks
         from a lower tier."""
-        present, new_keys, homes = self.table.split(keys)
-        return self._store(new_keys[::-1], new_keys, homes, present, [])
+        present, new_keys = self.table.split(keys)
+        return self._store(new_keys[::-1], new_keys, present, [])
 
     def _store(
         self,
         tail_first: list[OffloadKey],
         new_keys: list[OffloadKey],
-        homes: object,
         present: Slots,
         worthless: list[OffloadKey],
     ) -> PrepareStoreOutput | None:
@@ -216,11 +217,11 @@ class PolicyOffloadingManager(OffloadingManager):
             return None
         if worthless and not self.is_behind_device:
             self.policy.refuse(worthless)
-        evicted = self.room.evict(plan, tail_first) if plan.n > 0 else []
+        evicted = self.room.evict(plan, tail_first)
         if evicted:
             self.history.evicted(evicted)
         slots = self.backend.allocate_blocks(new_keys)
-        self.table.insert(new_keys, slots, homes)
+        self.table.insert(new_keys, slots)
         self.policy.insert(slots[::-1], tail_first)
         if self._hints.has_begun:
             self._hints.entered(slots)
@@ -252,7 +253,7 @@ class PolicyOffloadingManager(OffloadingManager):
     def _take_back(self, slots: Slots) -> list[OffloadKey]:
         """Frees ``slots``, which are being written. Returns the keys of those that were not dropped meanwhile."""
         freed = self.table.being_written(slots)
-        known = freed[~self.table.is_dropped(freed)]
+        known = freed[~self.table.dropped[freed]]
         self.room.remove(known)
         failed: list[OffloadKey] = self.table.key_of[known].tolist()
         self.table.remove(freed)
@@ -379,7 +380,8 @@ class PolicyOffloadingManager(OffloadingManager):
         num_early = self.room.take_num_early()
         if num_early:
             counts["early_evictions"] = num_early
-        return counts | self._gauges.take(self.policy, self.tenant_uses, self.room.block_bytes)
+        block_bytes = 0 if self.room.shares is None else self.room.shares.block_bytes
+        return counts | self._gauges.take(self.policy, self.tenant_uses, block_bytes)
 
     def tenant_uses(self) -> Sequence[TenantUse]:
         """Returns what each tenant holds; nothing if the slots are not shared."""
@@ -413,7 +415,6 @@ class PolicyOffloadingManager(OffloadingManager):
         self.backend.check_integrity()
         if self.admission is not None:
             self.admission.check_integrity()
-        self._hints.check_integrity()
         self.retention.check_integrity()
         if self.table.num_held != self.num_used_blocks:
             raise IntegrityError("slots handed out and blocks held do not match")

@@ -6,18 +6,20 @@ import heapq
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
 from kvoffload.abc import IntegrityError, OffloadKey, RetainRefusal, Slots
 from kvoffload.cache.table import BlockTable
+from kvoffload.cache.tenants import RETAIN_SHARE, Shares
 
 MAX_RETAIN_S = 30 * 86_400.0
 """The longest time for which a request can have its blocks retained, in seconds."""
-QUEUE_SLACK = 1024
-"""The queue is rebuilt when it has this many blocks more than twice the number of retained ones."""
+QUEUE_SLACK = 64
+"""The heap of times is rebuilt when it has this many more than twice those at which blocks end."""
 MAX_ENDED_AT_ONCE = 4096
-"""``expire`` releases about this many blocks at most, so that no step takes long if many end together."""
+"""``expire`` releases this many blocks at most, so that no step takes long if many end together."""
 ABSENT = -1
 """The slot of a block that is to be retained and is not ready, or was lost."""
 
@@ -39,33 +41,29 @@ class Retention:
     """Keeps blocks of ``table`` pinned until the times that requests have asked for.
 
     A block stays until the latest of these times. Its session can end that before, unless another request had the
-    block retained too. Blocks are charged to their tenant once, however many requests name them: ``quotas[t]`` blocks
-    at most for tenant ``t`` of ``tenant_of``. A request for which the quota has no room is refused as a whole. Blocks
-    that are being written are pinned when they become ready. A block that is lost is charged until its time, and is
-    pinned again when it is stored again.
+    block retained too. Blocks are charged to their tenant once, however many requests name them, within what ``shares``
+    let it retain: without shares nothing. A request for which that has no room is refused as a whole. Blocks that are
+    being written are pinned when they become ready. A block that is lost is charged until its time, and is pinned again
+    when it is stored again.
 
     ``pin`` and ``unpin`` change the pins of ready blocks in distinct slots. ``restore`` may exceed quotas that have
-    become smaller, by ``spare`` blocks in all: up to ``most[t]`` blocks for tenant ``t``.
+    become smaller, by blocks that nobody needs.
     """
 
     def __init__(
         self,
         table: BlockTable,
-        quotas: Sequence[int],
-        tenant_of: Callable[[OffloadKey], int],
+        shares: Shares | None,
         pin: Callable[[Slots], None],
         unpin: Callable[[Slots], None],
         clock: Callable[[], float],
-        spare: int = 0,
-        most: Sequence[int] = (),
     ) -> None:
         self._table = table
+        self._shares = shares
+        quotas = (0,) if shares is None else shares.retain
         self._quotas = list(quotas)
         self._most = list(quotas)
         """The quotas, or what was restored beyond them."""
-        self._spare = spare
-        self._most_restored = list(most or quotas)
-        self._tenant_of = tenant_of
         self._pin = pin
         self._unpin = unpin
         self._clock = clock
@@ -73,11 +71,10 @@ class Retention:
         """Read only for others."""
         self._of_session: dict[int, set[OffloadKey]] = {}
         """The blocks that a session can end."""
-        self._queue: list[tuple[float, list[OffloadKey]]] = []
-        """A heap of times and of the blocks that may end then. A block may end later, or may not be retained any
-        more."""
-        self._num_queued = 0
-        """Blocks in the queue."""
+        self._ending: dict[float, dict[OffloadKey, None]] = {}
+        """The retained blocks by the time at which they end."""
+        self._ends: list[float] = []
+        """A heap of these times, and of others at which no block ends any more."""
         self._block_seconds = [0.0] * len(quotas)
         """Charged blocks per tenant, times seconds."""
         self._counted_at = clock()
@@ -94,11 +91,14 @@ class Retention:
     @property
     def next_end(self) -> float:
         """When ``expire`` may have something to do."""
-        return self._queue[0][0] if self._queue else float("inf")
+        return self._ends[0] if self._ends else math.inf
 
     def allows(self, key: OffloadKey) -> bool:
         """Returns whether the tenant of ``key`` may have blocks retained at all."""
         return any(self._quotas) and self._quotas[self._tenant_of(key)] > 0
+
+    def _tenant_of(self, key: OffloadKey) -> int:
+        return 0 if self._shares is None else self._shares.tenant(key)
 
     def retain(self, keys: Sequence[OffloadKey], session: int | None, seconds: float) -> RetainRefusal | None:
         """Retains ``keys``, the whole chain of a request, for ``seconds`` from now on. Returns why not, and changes
@@ -123,10 +123,11 @@ class Retention:
                 self._disown((key,), block.session)
                 block.session = None
             if block is not None and until > block.until:
+                self._take_out(key, block)
                 block.until = until
+                self._ends_at(until)[key] = None
                 self._note(block.slot, until)
         self._add(new, tenant, session, until)
-        self._enqueue(until, new)
         self._pin_ready(keys)
         return None
 
@@ -137,22 +138,24 @@ class Retention:
         self.blocks.update((key, RetainedBlock(tenant, session, until)) for key in new)
         self.num_charged[tenant] += len(new)
         self.num_absent += len(new)
+        if new:
+            self._ends_at(until).update(dict.fromkeys(new))
         if new and session is not None:
             self._of_session.setdefault(session, set()).update(new)
 
-    def _enqueue(self, until: float, keys: list[OffloadKey]) -> None:
-        if keys:
-            heapq.heappush(self._queue, (until, keys))
-            self._num_queued += len(keys)
+    def _ends_at(self, until: float) -> dict[OffloadKey, None]:
+        """Returns the blocks that end at a time, to which some are added now."""
+        if until not in self._ending:
+            if len(self._ends) > 2 * len(self._ending) + QUEUE_SLACK:
+                self._ends = sorted(self._ending)
+            heapq.heappush(self._ends, until)
+        return self._ending.setdefault(until, {})
 
-    def _compact(self) -> None:
-        if self._num_queued > 2 * len(self.blocks) + QUEUE_SLACK:
-            self._queue, self._num_queued = [], 0
-            by_end: dict[float, list[OffloadKey]] = {}
-            for key, block in self.blocks.items():
-                by_end.setdefault(block.until, []).append(key)
-            for until, keys in by_end.items():
-                self._enqueue(until, keys)
+    def _take_out(self, key: OffloadKey, block: RetainedBlock) -> None:
+        ending = self._ending[block.until]
+        del ending[key]
+        if not ending:
+            del self._ending[block.until]
 
     def _disown(self, keys: Iterable[OffloadKey], session: int) -> None:
         """From now on the session cannot end the retention of ``keys``."""
@@ -195,20 +198,15 @@ class Retention:
         self._release(list(self._of_session.get(session, ())))
 
     def expire(self) -> None:
-        """Releases blocks whose time is over, about MAX_ENDED_AT_ONCE at most."""
+        """Releases blocks whose time is over, at most MAX_ENDED_AT_ONCE."""
         now, num_ended = self._clock(), 0
-        while self._queue and self._queue[0][0] <= now and num_ended < MAX_ENDED_AT_ONCE:
-            end, keys = heapq.heappop(self._queue)
-            self._num_queued -= len(keys)
-            num_ended += len(keys)
-            later: dict[float, list[OffloadKey]] = {}
-            for key in keys:
-                if (block := self.blocks.get(key)) is not None:
-                    later.setdefault(block.until, []).append(key)
-            ended = later.pop(end, [])
-            for until, of_end in later.items():
-                self._enqueue(until, of_end)
+        while self.next_end <= now and num_ended < MAX_ENDED_AT_ONCE:
+            end = self._ends[0]
+            ended = list(islice(self._ending.get(end, ()), MAX_ENDED_AT_ONCE - num_ended))
+            num_ended += len(ended)
             self._release(ended, end)
+            if end not in self._ending:
+                heapq.heappop(self._ends)
 
     def _release(self, keys: Sequence[OffloadKey], now: float | None = None) -> None:
         """The blocks ``keys`` are not retained any more, from ``now`` on."""
@@ -216,6 +214,7 @@ class Retention:
         blocks = list(map(self.blocks.pop, keys))
         of_session: dict[int, list[OffloadKey]] = {}
         for key, block in zip(keys, blocks, strict=True):
+            self._take_out(key, block)
             self.num_charged[block.tenant] -= 1
             if block.session is not None:
                 of_session.setdefault(block.session, []).append(key)
@@ -224,7 +223,6 @@ class Retention:
         pinned = [block.slot for block in blocks if block.slot != ABSENT]
         self.num_absent -= len(blocks) - len(pinned)
         self._let_go(pinned)
-        self._compact()
 
     def _count(self, now: float) -> None:
         """Counts what was charged until ``now``."""
@@ -280,28 +278,29 @@ class Retention:
             self._count_lost(block)
         self.blocks.clear()
         self._of_session.clear()
-        self._queue.clear()
-        self._num_queued = self.num_absent = 0
+        self._ending.clear()
+        self._ends.clear()
+        self.num_absent = 0
         self.num_charged = [0] * len(self._quotas)
         self._let_go([block.slot for block in blocks if block.slot != ABSENT])
 
     def restore(self, keys: Sequence[OffloadKey], seconds: Sequence[float]) -> None:
         """Retains ready blocks that a former process has retained, each for so many ``seconds`` from now on. Beyond the
         quotas, those that end first are lost, unless nobody needs their room."""
-        now, by_end = self._clock(), dict[float, list[OffloadKey]]()
+        now, shares = self._clock(), self._shares
+        assert shares is not None
         self._count(now)
+        spare = min(shares.num_unclaimed, int(RETAIN_SHARE * shares.num_blocks) - sum(shares.retain))
+        spare -= sum(self._most) - sum(self._quotas)
         for i in np.argsort(seconds, kind="stable")[::-1].tolist():
             tenant = self._tenant_of(keys[i])
             if self.num_charged[tenant] >= self._most[tenant]:
-                if not self._spare or self._most[tenant] >= self._most_restored[tenant]:
+                if spare <= 0 or self._most[tenant] >= int(RETAIN_SHARE * shares.quota[tenant]):
                     self.num_lost[tenant] += 1
                     continue
-                self._spare -= 1
+                spare -= 1
                 self._most[tenant] += 1
             self._add([keys[i]], tenant, None, now + seconds[i])
-            by_end.setdefault(now + seconds[i], []).append(keys[i])
-        for until, of_end in by_end.items():
-            self._enqueue(until, of_end)
         self._pin_ready(keys)
 
     def check_integrity(self) -> None:
@@ -319,11 +318,8 @@ class Retention:
             raise IntegrityError("a tenant has more blocks retained than it may")
         if self.num_absent != sum(block.slot == ABSENT for block in self.blocks.values()):
             raise IntegrityError("the number of retained blocks that are absent is wrong")
-        first_end: dict[OffloadKey, float] = {}
-        for end, keys in sorted(self._queue, reverse=True):
-            first_end.update(dict.fromkeys(keys, end))
-        if any(first_end.get(key, math.inf) > block.until for key, block in self.blocks.items()):
+        ending = {key: end for end, keys in self._ending.items() for key in keys}
+        if ending != {key: block.until for key, block in self.blocks.items()} or not self._ending.keys() <= {
+            *self._ends
+        }:
             raise IntegrityError("a block would be retained beyond its time")
-        num_queued = sum(len(keys) for _, keys in self._queue)
-        if num_queued != self._num_queued or num_queued > 2 * len(self.blocks) + QUEUE_SLACK:
-            raise IntegrityError("the queue of retained blocks is too long, or miscounted")

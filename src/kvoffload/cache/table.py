@@ -37,18 +37,10 @@ class BlockTable(structures.BlockTable):
         states[slots < 0] = MISS
         return states
 
-    def is_dropped(self, slots: Slots) -> npt.NDArray[np.bool_]:
-        """Returns which blocks were dropped while in transfer and still keep their slots."""
-        return self.dropped[slots]
-
     def is_loadable(self, slots: Slots) -> npt.NDArray[np.bool_]:
         """Returns which slots hold a block that is ready and was not dropped."""
         loadable: npt.NDArray[np.bool_] = self.holds(slots) & (self.ref_cnt[slots] >= 0) & ~self.dropped[slots]
         return loadable
-
-    def mark_busy(self, slots: Slots, is_busy: bool) -> None:
-        """Sets the busy marks of idle blocks, which must not be evicted for the time being, or removes them."""
-        self.busy[slots] = is_busy
 
     def loadable_keys(self, slots: Slots) -> list[OffloadKey]:
         """Returns the keys of the ``slots`` that are loadable."""

@@ -184,8 +184,7 @@ KeysOfTenant: TypeAlias = tuple[int, Sequence[OffloadKey], npt.NDArray[np.bool_]
 class Shares:
     """What each tenant may take of one tier, in blocks; the last tenant is OTHER.
 
-    ``index_of`` maps the namespaces of configured tenants to their indices. Raises ConfigError for shares that cannot
-    be kept.
+    ``index_of`` maps the namespaces of configured tenants to their indices.
     """
 
     names: tuple[str, ...]
@@ -200,27 +199,6 @@ class Shares:
     def __post_init__(self) -> None:
         if not self.retain:
             object.__setattr__(self, "retain", (0,) * len(self.names))
-        if sum(self.guaranteed) > self.num_blocks:
-            raise ConfigError(
-                "tenants",
-                NOT_SET,
-                f"{sum(self.guaranteed)} blocks are guaranteed, and the tier has {self.num_blocks}",
-                "lower what is guaranteed",
-            )
-        for name, guaranteed, quota, retain in zip(self.names, self.guaranteed, self.quota, self.retain, strict=True):
-            if not max(1, guaranteed) <= quota <= self.num_blocks:
-                raise ConfigError(f"tenants.{name}", NOT_SET, f"its quota has room for {quota} blocks", "raise it")
-            if retain > quota * RETAIN_SHARE:
-                fault = f"{retain} blocks may be retained, more than half of its {quota}"
-                raise ConfigError(f"tenants.{name}", NOT_SET, fault, "lower that")
-        if self.num_unclaimed < 0 or sum(self.retain) > self.num_blocks * RETAIN_SHARE:
-            raise ConfigError(
-                "tenants",
-                NOT_SET,
-                f"{sum(self.retain)} blocks may be retained beside those that are guaranteed, and "
-                f"the tier has {self.num_blocks}",
-                "lower some",
-            )
 
     def tenants_of(self, keys: Sequence[OffloadKey]) -> int | list[int]:
         """Returns the tenant of each key; only one number if all keys have the same namespace."""
@@ -333,15 +311,15 @@ class Tenants:
             # They are parts of the budget, all of which is promised, and blocks have less than all of it.
             guaranteed = [each * for_blocks // budget for each in guaranteed]
             retain = [each * for_blocks // budget for each in retain]
-        total = sum(guaranteed)
-        if total > num_blocks:
-            wanted, there = (format_bytes(n * engines * block_bytes) for n in (total, num_blocks))
-            raise ConfigError(
-                "tenants",
-                NOT_SET,
-                f"{wanted} of {tier} are guaranteed, and its budget has room for {there} of blocks",
-                "lower some, or raise the budget",
-            )
+        for what, claims, most in (
+            ("are guaranteed", guaranteed, num_blocks),
+            ("may be retained", retain, int(num_blocks * RETAIN_SHARE)),
+            ("are guaranteed or may be retained", list(map(max, guaranteed, retain)), num_blocks),
+        ):
+            if sum(claims) > most:
+                wanted, there = (format_bytes(n * engines * block_bytes) for n in (sum(claims), most))
+                fault = f"{wanted} of {tier} {what}, and its budget has room for {there} of blocks"
+                raise ConfigError("tenants", NOT_SET, fault, "lower some, or raise the budget")
         made = Shares(
             self.names,
             {tenant.namespace: i for i, tenant in enumerate(self._named.values())},

@@ -4,9 +4,8 @@
 Pointers go into numpy arrays that each object owns from ``__cinit__`` on and never replaces, except where said. Every
 slot that a caller gives is checked against the capacity. Callers who break a promise of a method, such as distinct
 slots, get wrong answers, but no memory is read or written out of bounds. Keys are hashed by Python, so both versions
-agree on them. Only keys whose type is exactly ``bytes`` are compared without Python; other keys may run any code, so
-that lists and arrays given with them are copied first. Making a list or a tuple, or calling numpy through Python, may
-run any code too, that of finalizers: so all objects are made, and all arrays converted, before arrays are checked.
+agree on them; they are made bytes first, whose code is not Python's. Making a list or a tuple, or calling numpy through
+Python, may run any code, that of finalizers: so all objects are made, and all arrays converted, before arrays are checked.
 """
 
 cimport cython
@@ -32,27 +31,6 @@ cdef struct Bucket:
 
 cdef inline uint32_t tag_of(uint64_t h) noexcept:
     return <uint32_t>(h >> 32) | 1
-
-
-cdef inline bint is_same(PyObject* a, PyObject* b) except -1:
-    if is_same_bytes(a, b):
-        return True
-    if PyBytes_CheckExact(<object>a) and PyBytes_CheckExact(<object>b):
-        return False
-    return compare(<object>a, <object>b)
-
-
-cdef bint compare(object a, object b) except -1:
-    """Does what ``==`` does, with references of its own: the comparison may run code that releases others."""
-    own_a, own_b = a, b
-    return PyObject_RichCompareBool(own_a, own_b, Py_EQ)
-
-
-cdef int hash_into(object fast, uint64_t* hashes) except -1:
-    cdef Py_ssize_t i
-    for i in range(PySequence_Fast_GET_SIZE(fast)):
-        hashes[i] = <uint64_t>PyObject_Hash(<object>PySequence_Fast_ITEMS(fast)[i])
-    return 0
 
 
 def ranks(digests, keys):
@@ -111,8 +89,6 @@ cdef class BlockTable:
     cdef uint8_t* _is_busy
     cdef uint8_t* _is_dropped
     cdef int32_t* _scratch
-    cdef bint _only_bytes
-    """No key is of another type. Then looking up keys that are bytes runs no Python code."""
 
     def __cinit__(self, Py_ssize_t num_blocks):
         check_capacity(num_blocks)
@@ -135,7 +111,6 @@ cdef class BlockTable:
         self._scratch = <int32_t*>cnp.PyArray_DATA(self._scratch_memory)
         self._spill = {}
         self.num_blocks = num_blocks
-        self._only_bytes = True
 
     cdef Py_ssize_t _to_line(self) noexcept:
         """Returns the distance from the start of the memory of the buckets to the next line of the cache."""
@@ -145,7 +120,8 @@ cdef class BlockTable:
         return &self._buckets[h & self._mask]
 
     def get(self, key):
-        return self._get(<PyObject*>key, <uint64_t>PyObject_Hash(key))
+        own = exactly_bytes(key)
+        return self._get(<PyObject*>own, <uint64_t>PyObject_Hash(own))
 
     cdef int64_t _get(self, PyObject* key, uint64_t h) except -2:
         cdef Bucket* bucket = self._home(h)
@@ -172,7 +148,7 @@ cdef class BlockTable:
         return result
 
     cdef cnp.ndarray _look_up(self, object keys):
-        fast = owned(keys, self._only_bytes)
+        fast = only_bytes(keys)
         cdef cnp.ndarray result = new_int64(PySequence_Fast_GET_SIZE(fast))
         self._find(PySequence_Fast_ITEMS(fast), PySequence_Fast_GET_SIZE(fast), int64s(result), NULL)
         return result
@@ -217,27 +193,24 @@ cdef class BlockTable:
 
     def split(self, keys):
         cdef list absent = []
-        fast = owned(keys, self._only_bytes)
+        fast = only_bytes(keys)
         cdef Py_ssize_t n = PySequence_Fast_GET_SIZE(fast), i, num_present = 0, num_absent = 0
         cdef PyObject** items = PySequence_Fast_ITEMS(fast)
-        cdef cnp.ndarray found = new_int64(n), homes = new_int64(n)
+        cdef cnp.ndarray found = new_int64(n), numbers_of_keys = new_int64(n)
         cdef int64_t* slots = int64s(found)
-        cdef uint64_t* hashes = <uint64_t*>int64s(homes)
+        cdef uint64_t* hashes = <uint64_t*>int64s(numbers_of_keys)
         self._find(items, n, slots, hashes)
         for i in range(n):
             num_present += slots[i] >= 0
         if num_present == n and not self.num_dropped:
-            return found, absent, None
+            return found, absent
         cdef int32_t* seen
         cdef uint64_t at, mask = 16
         while mask < 2 * <uint64_t>(n - num_present):
             mask *= 2
-        # Taken away meanwhile: a comparison of keys below may call this method.
-        cdef cnp.ndarray seen_memory = self._seen_memory
-        self._seen_memory = None
-        if seen_memory is None or <uint64_t>cnp.PyArray_DIM(seen_memory, 0) < mask:
-            seen_memory = np.empty(mask, dtype=np.int32)
-        seen = <int32_t*>cnp.PyArray_DATA(seen_memory)
+        if self._seen_memory is None or <uint64_t>cnp.PyArray_DIM(self._seen_memory, 0) < mask:
+            self._seen_memory = new_array(mask, cnp.NPY_INT32)
+        seen = <int32_t*>cnp.PyArray_DATA(self._seen_memory)
         memset(seen, 0xff, mask * sizeof(int32_t))
         mask -= 1
         num_present = 0
@@ -257,57 +230,46 @@ cdef class BlockTable:
                 hashes[num_absent] = hashes[i]
                 absent.append(<object>items[i])
                 num_absent += 1
-        self._seen_memory = seen_memory
-        return first(found, num_present), absent, first(homes, num_absent)
+        return first(found, num_present), absent
 
-    def insert(self, keys, slots, homes=None):
-        cdef cnp.ndarray given = self._insert(keys, slots, homes)
+    def insert(self, keys, slots):
+        cdef cnp.ndarray given = self._insert(keys, slots)
         cdef int64_t* at = int64s(given)
         cdef Py_ssize_t i
         for i in range(cnp.PyArray_DIM(given, 0)):
             self._refs[at[i]] = WRITING
             self._is_busy[at[i]] = 1
 
-    cdef cnp.ndarray _insert(self, object keys, object slots, object homes):
-        """Returns the slots, in an array that no caller can change. If it raises, nothing has changed, unless the
-        comparison of keys raises."""
-        fast = owned(keys, self._only_bytes)
+    cdef cnp.ndarray _insert(self, object keys, object slots):
+        """Returns the slots as an array. If it raises, nothing has changed."""
+        fast = only_bytes(keys)
         cdef Py_ssize_t n = PySequence_Fast_GET_SIZE(fast), i, start = 0, size
         cdef PyObject** items = PySequence_Fast_ITEMS(fast)
-        cdef cnp.ndarray given = numbers(slots), hashes = None if homes is None else numbers(homes)
-        cdef uint64_t* hs
+        cdef cnp.ndarray given = numbers(slots)
+        cdef int64_t* at = int64s(given)
+        cdef uint64_t hs[CHUNK]
         cdef Bucket* bucket
         cdef unsigned empty
         cdef int way
         cdef PyObject* before
         if cnp.PyArray_DIM(given, 0) != n:
             raise IndexError(f"{n} keys need as many slots, not {cnp.PyArray_DIM(given, 0)}")
-        if self._only_bytes and not all_bytes(items, n):
-            self._only_bytes = False
-        if not self._only_bytes:
-            given = given.copy()
-        cdef int64_t* at = int64s(given)
-        if hashes is None:
-            hashes = new_int64(n)
-            hash_into(fast, <uint64_t*>int64s(hashes))
-        elif cnp.PyArray_DIM(hashes, 0) != n:
-            raise IndexError(f"these are the homes of {cnp.PyArray_DIM(hashes, 0)} keys, not of {n}")
         check_indices(given, self.num_blocks)
-        hs = <uint64_t*>int64s(hashes)
         while start < n:
             size = min(n - start, CHUNK)
             for i in range(start, start + size):
-                kvo_prefetch(self._home(hs[i]))
+                hs[i - start] = <uint64_t>PyObject_Hash(<object>items[i])
+                kvo_prefetch(self._home(hs[i - start]))
                 kvo_prefetch(&self._keys[at[i]])
                 kvo_prefetch(&self._place[at[i]])
             for i in range(start, start + size):
-                bucket = self._home(hs[i])
+                bucket = self._home(hs[i - start])
                 empty = kvo_match8(bucket.tags, 0)
                 if empty:
                     way = __builtin_ctz(empty)
-                    bucket.tags[way] = tag_of(hs[i])
+                    bucket.tags[way] = tag_of(hs[i - start])
                     bucket.slots[way] = <int32_t>at[i]
-                    self._place[at[i]] = <int32_t>((hs[i] & self._mask) * WAYS) + way
+                    self._place[at[i]] = <int32_t>((hs[i - start] & self._mask) * WAYS) + way
                 else:
                     self._spill[<object>items[i]] = at[i]
                     self._place[at[i]] = SPILLED
@@ -321,7 +283,7 @@ cdef class BlockTable:
 
     def remove(self, slots):
         cdef cnp.ndarray given = numbers(slots)
-        cdef list spilled = [], result = PyList_New(cnp.PyArray_DIM(given, 0))
+        cdef list result = PyList_New(cnp.PyArray_DIM(given, 0))
         check_indices(given, self.num_blocks)
         cdef int64_t* at = int64s(given)
         cdef Py_ssize_t i
@@ -331,11 +293,11 @@ cdef class BlockTable:
             self._is_dropped[at[i]] = 0
             self._refs[at[i]] = 0
             self._is_busy[at[i]] = 0
-        self._remove(given, result, spilled)
+        self._remove(given, result)
         return result
 
-    cdef int _remove(self, cnp.ndarray slots, list result, list spilled) except -1:
-        """Fills ``result``. No Python code runs before all slots are free."""
+    cdef int _remove(self, cnp.ndarray slots, list result) except -1:
+        """Fills ``result``."""
         cdef int64_t* at = int64s(slots)
         cdef Py_ssize_t n = cnp.PyArray_DIM(slots, 0), i, start = 0, stop
         cdef PyObject* none = <PyObject*>None
@@ -360,10 +322,8 @@ cdef class BlockTable:
                 if place >= 0:
                     self._buckets[place // WAYS].tags[place % WAYS] = 0
                 elif place == SPILLED:
-                    spilled.append(<object>key)
+                    del self._spill[<object>key]
             start = stop
-        for each in spilled:
-            del self._spill[each]
         return 0
 
     def drop_all_but(self, slots):
@@ -374,7 +334,7 @@ cdef class BlockTable:
         self._place_memory.fill(FREE)
         self._spill.clear()
         self.num_held = self.num_evictable = 0
-        given = self._insert(keys, given, None)
+        given = self._insert(keys, given)
         for i in range(cnp.PyArray_DIM(given, 0)):
             self._is_dropped[int64s(given)[i]] = 1
         self.num_dropped = cnp.PyArray_DIM(given, 0)
@@ -408,7 +368,7 @@ cdef class BlockTable:
         return result
 
     def leading_ready(self, keys):
-        fast = owned(keys, self._only_bytes)
+        fast = only_bytes(keys)
         cdef Py_ssize_t n = PySequence_Fast_GET_SIZE(fast), start = 0, size, i
         cdef PyObject** items = PySequence_Fast_ITEMS(fast)
         cdef int64_t slots[CHUNK]
@@ -460,7 +420,6 @@ cdef class BlockTable:
         return slots, ready
 
     def chain(self, found, stored):
-        """The keys are looked up first, so what the comparison of keys may do to the table does no harm."""
         cdef cnp.ndarray others = self.find(stored), slots = self._tail_first(found), new
         cdef Py_ssize_t n = cnp.PyArray_DIM(slots, 0), i
         cdef int64_t* at = int64s(others)
@@ -504,7 +463,7 @@ cdef class BlockTable:
     def evict(self, slots):
         cdef cnp.ndarray given = numbers(slots)
         cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), i
-        cdef list spilled = [], result = PyList_New(n)
+        cdef list result = PyList_New(n)
         cdef int64_t* at = int64s(given)
         for i in range(n):
             if (
@@ -519,7 +478,7 @@ cdef class BlockTable:
                 return None
         # Blocks that are not busy have neither pins nor marks.
         self.num_evictable -= n
-        self._remove(given, result, spilled)
+        self._remove(given, result)
         return result
 
     def idle(self, slots):

@@ -5,26 +5,16 @@ All arguments are checked while Python's lock is held, and the addresses to copy
 Then the copy runs without the lock.
 """
 
-from libc.stdint cimport int64_t
+include "common.pxi"
+
 from libc.stdlib cimport free, malloc
-
-cimport numpy as cnp
-
-cnp.import_array()
-
-cdef extern from *:
-    unsigned int KVOFFLOAD_SOURCES
-SOURCES = KVOFFLOAD_SOURCES
 
 cdef extern from "copying.h" nogil:
     ctypedef struct kvo_run:
         char* data
-        Py_ssize_t layer_step
         Py_ssize_t block_step
-        Py_ssize_t num_layers
         Py_ssize_t page_bytes
         Py_ssize_t host_at
-        Py_ssize_t host_step
     ctypedef struct kvo_row:
         int64_t block
         char* host
@@ -36,25 +26,19 @@ cdef extern from "copying.h" nogil:
         Py_ssize_t rows_at_once
         Py_ssize_t next
         int is_store
-        int streams
-    enum:
-        KVO_MAX_STREAMS
-    int kvo_can_bypass()
     int kvo_run_job(kvo_job* job, int wants_help)
-    void kvo_evict(const char* data, Py_ssize_t nbytes)
-
-CAN_BYPASS = bool(kvo_can_bypass())
 
 cdef enum:
     TURN_BYTES = 2 << 20  # What a thread takes of a job at once.
 
 
-cdef cnp.ndarray bytes_of(object array, str what):
+cdef cnp.ndarray bytes_of(object array, int dimensions, str what):
     if not cnp.PyArray_Check(array) or cnp.PyArray_TYPE(<cnp.ndarray>array) != cnp.NPY_UINT8:
         raise TypeError(f"{what} must be a numpy array of uint8")
-    if cnp.PyArray_NDIM(<cnp.ndarray>array) != 3:
-        raise ValueError(f"{what} must have three dimensions")
-    if cnp.PyArray_DIM(<cnp.ndarray>array, 2) > 1 and cnp.PyArray_STRIDE(<cnp.ndarray>array, 2) != 1:
+    if cnp.PyArray_NDIM(<cnp.ndarray>array) != dimensions:
+        raise ValueError(f"{what} must have {dimensions} dimensions")
+    cdef int last = dimensions - 1
+    if cnp.PyArray_DIM(<cnp.ndarray>array, last) > 1 and cnp.PyArray_STRIDE(<cnp.ndarray>array, last) != 1:
         raise ValueError(f"the bytes in a row of {what} must be contiguous")
     return <cnp.ndarray>array
 
@@ -67,13 +51,6 @@ cdef cnp.ndarray numbers_of(object array, str what, Py_ssize_t length):
     return cnp.PyArray_ContiguousFromAny(array, cnp.NPY_INT64, 1, 1)
 
 
-def evict(array):
-    """Removes a contiguous array from the processor's caches."""
-    if not cnp.PyArray_Check(array) or not cnp.PyArray_IS_C_CONTIGUOUS(<cnp.ndarray>array):
-        raise TypeError("only a contiguous array of numpy can be evicted")
-    kvo_evict(<const char*>cnp.PyArray_DATA(<cnp.ndarray>array), cnp.PyArray_NBYTES(<cnp.ndarray>array))
-
-
 cdef class BlockCopier:
     cdef list _views
     cdef cnp.ndarray _host
@@ -81,50 +58,47 @@ cdef class BlockCopier:
     cdef Py_ssize_t _num_runs, _num_blocks, _num_slots, _num_parts, _slot_step, _part_step
     cdef bint _can_load
     cdef readonly Py_ssize_t block_bytes
-    cdef readonly Py_ssize_t piece_bytes  # Of the longest piece of memory that holds pages of one block.
 
-    def __cinit__(self, views, host, places=None):
+    def __cinit__(self, views, host, offsets):
         cdef cnp.ndarray view
-        cdef kvo_run* run
-        cdef Py_ssize_t i, row_bytes, num_blocks = 0
-        self._views = [bytes_of(each, "a view") for each in views]
-        self._host = bytes_of(host, "host")
+        cdef kvo_run* run = NULL
+        cdef Py_ssize_t row_bytes, page_bytes, host_at, num_blocks = 0
+        cdef char* data
+        self._views = [bytes_of(each, 2, "a view") for each in views]
+        self._host = bytes_of(host, 3, "host")
         row_bytes = cnp.PyArray_DIM(self._host, 2)
-        if places is not None and len(places) != len(self._views):
-            raise ValueError(f"{len(places)} places are given for {len(self._views)} views")
-        self._num_runs = len(self._views)
-        self._runs = <kvo_run*>malloc(max(1, self._num_runs) * sizeof(kvo_run))
+        if len(offsets) != len(self._views):
+            raise ValueError(f"{len(offsets)} places are given for {len(self._views)} views")
+        self._runs = <kvo_run*>malloc(max(1, len(self._views)) * sizeof(kvo_run))
         if self._runs is NULL:
             raise MemoryError
-        self.block_bytes = self.piece_bytes = 0
+        self.block_bytes = self._num_runs = 0
         self._can_load = True
-        for i in range(self._num_runs):
-            view = self._views[i]
-            run = &self._runs[i]
-            run.data = <char*>cnp.PyArray_DATA(view)
-            run.num_layers = cnp.PyArray_DIM(view, 0)
-            run.page_bytes = cnp.PyArray_DIM(view, 2)
-            run.layer_step = cnp.PyArray_STRIDE(view, 0)
-            run.block_step = cnp.PyArray_STRIDE(view, 1)
-            at, step = (self.block_bytes, run.page_bytes) if places is None else places[i]
+        for view, at in zip(self._views, offsets):
+            data, page_bytes = <char*>cnp.PyArray_DATA(view), cnp.PyArray_DIM(view, 1)
             # As Python's numbers, these do not overflow.
-            end = at + max(0, <object>run.num_layers - 1) * <object>step + run.page_bytes
-            if places is not None and not (0 <= at <= row_bytes and 0 <= step <= row_bytes and end <= row_bytes):
-                raise ValueError(f"pages at {at}, {step} bytes apart, do not fit into a row of {row_bytes} bytes")
-            run.host_at, run.host_step = at, step
-            if i == 0:
-                num_blocks = cnp.PyArray_DIM(view, 1)
-            elif cnp.PyArray_DIM(view, 1) != num_blocks:
+            if not 0 <= at <= row_bytes - page_bytes:
+                raise ValueError(f"a page of {page_bytes} bytes at {at} does not fit into a row of {row_bytes} bytes")
+            if run is NULL:
+                num_blocks = cnp.PyArray_DIM(view, 0)
+            elif cnp.PyArray_DIM(view, 0) != num_blocks:
                 raise ValueError(f"the views must all have {num_blocks} blocks")
-            self.block_bytes += run.num_layers * run.page_bytes
+            self.block_bytes += page_bytes
             self._can_load = self._can_load and cnp.PyArray_ISWRITEABLE(view)
-            if run.layer_step == run.page_bytes and run.host_step == run.page_bytes:
+            host_at = at
+            if (
+                run is not NULL
+                and data == run.data + run.page_bytes
+                and cnp.PyArray_STRIDE(view, 0) == run.block_step
+                and host_at == run.host_at + run.page_bytes
+            ):
                 # The pages of a block are one piece of memory.
-                run.page_bytes *= run.num_layers
-                run.num_layers = 1
-            self.piece_bytes = max(self.piece_bytes, run.page_bytes)
-        if places is None and row_bytes != self.block_bytes:
-            raise ValueError(f"a row has {row_bytes} bytes, but a device block {self.block_bytes}")
+                run.page_bytes += page_bytes
+                continue
+            run = &self._runs[self._num_runs]
+            self._num_runs += 1
+            run.data, run.block_step = data, cnp.PyArray_STRIDE(view, 0)
+            run.page_bytes, run.host_at = page_bytes, host_at
         self._num_slots, self._num_parts = cnp.PyArray_DIM(self._host, 0), cnp.PyArray_DIM(self._host, 1)
         self._slot_step, self._part_step = cnp.PyArray_STRIDE(self._host, 0), cnp.PyArray_STRIDE(self._host, 1)
         self._num_blocks = num_blocks
@@ -132,13 +106,9 @@ cdef class BlockCopier:
     def __dealloc__(self):
         free(self._runs)
 
-    def copy_rows(self, device_blocks, slots, parts, bint is_store, int streams, bint use_two_threads):
-        """Copies ``streams`` pieces in turn, with stores that bypass the caches, or with 0 one after another.
-
-        Returns the number of threads that did it: two only if there is enough for both, and if this thread may run on
+    def copy_rows(self, device_blocks, slots, parts, bint is_store, bint use_two_threads):
+        """Returns the number of threads that did it: two only if there is enough for both, and if this thread may run on
         several processors."""
-        if not 0 <= streams <= KVO_MAX_STREAMS:
-            raise ValueError(f"{streams} pieces cannot be copied in turn, only up to {KVO_MAX_STREAMS}")
         if not cnp.PyArray_Check(device_blocks) or cnp.PyArray_NDIM(<cnp.ndarray>device_blocks) != 1:
             raise TypeError("device_blocks must be a numpy array of int64")
         if not (cnp.PyArray_ISWRITEABLE(self._host) if is_store else self._can_load):
@@ -147,9 +117,9 @@ cdef class BlockCopier:
         cdef cnp.ndarray block_array = numbers_of(device_blocks, "device_blocks", n)
         cdef cnp.ndarray slot_array = numbers_of(slots, "slots", n)
         cdef cnp.ndarray part_array = numbers_of(parts, "parts", n)
-        cdef int64_t* block = <int64_t*>cnp.PyArray_DATA(block_array)
-        cdef int64_t* slot = <int64_t*>cnp.PyArray_DATA(slot_array)
-        cdef int64_t* part = <int64_t*>cnp.PyArray_DATA(part_array)
+        cdef int64_t* block = int64s(block_array)
+        cdef int64_t* slot = int64s(slot_array)
+        cdef int64_t* part = int64s(part_array)
         cdef char* host = <char*>cnp.PyArray_DATA(self._host)
         cdef kvo_job job
         cdef int num_threads
@@ -173,7 +143,7 @@ cdef class BlockCopier:
             job.rows, job.num_rows = rows, n
             job.rows_at_once = max(1, TURN_BYTES // max(1, self.block_bytes))
             job.next = 0
-            job.is_store, job.streams = is_store, streams
+            job.is_store = is_store
             use_two_threads = use_two_threads and n > job.rows_at_once
             with nogil:
                 num_threads = kvo_run_job(&job, use_two_threads)

@@ -39,7 +39,7 @@ cdef inline uint64_t* uint64s(cnp.ndarray array) noexcept:
 # Hashes of keys.
 
 cdef int hash_into(PyObject** keys, Py_ssize_t n, uint64_t* hashes, bint of_names) except -1:
-    """Hashes keys that ``owned`` has returned, or, with ``of_names``, what ``shared_names`` makes of them."""
+    """Hashes keys or, with ``of_names``, what ``shared_names`` makes of them."""
     cdef Py_ssize_t i, size
     cdef uint8_t[64] name
     cdef const uint8_t* raw
@@ -47,23 +47,22 @@ cdef int hash_into(PyObject** keys, Py_ssize_t n, uint64_t* hashes, bint of_name
         if i + 8 < n:
             kvo_prefetch(keys[i + 8])
             kvo_prefetch(<char*>keys[i + 8] + LINE)
-        if PyBytes_CheckExact(<object>keys[i]):
-            size = PyBytes_GET_SIZE(<object>keys[i])
-            if 17 <= size <= 64:
-                raw = <const uint8_t*>PyBytes_AS_STRING(<object>keys[i])
-                if of_names:
-                    memcpy(name, raw, size - GROUP_BYTES)
-                    memset(name + size - GROUP_BYTES, 0, GROUP_BYTES)
-                    raw = name
-                hashes[i] = kvo_xxh3(raw, size)
-                continue
+        size = PyBytes_GET_SIZE(<object>keys[i])
+        if 17 <= size <= 64:
+            raw = <const uint8_t*>PyBytes_AS_STRING(<object>keys[i])
+            if of_names:
+                memcpy(name, raw, size - GROUP_BYTES)
+                memset(name + size - GROUP_BYTES, 0, GROUP_BYTES)
+                raw = name
+            hashes[i] = kvo_xxh3(raw, size)
+            continue
         key = <object>keys[i]
         hashes[i] = <uint64_t>xxhash.xxh3_64_intdigest(key[:-GROUP_BYTES] + FIRST_GROUP if of_names else key)
     return 0
 
 
 def hash_keys(keys):
-    fast = owned(keys)
+    fast = only_bytes(keys)
     cdef Py_ssize_t n = PySequence_Fast_GET_SIZE(fast), i
     cdef cnp.ndarray result = new_int64(n)
     for i in range(n):
@@ -72,7 +71,7 @@ def hash_keys(keys):
 
 
 def key_hashes(keys, bint of_names=False):
-    fast = owned(keys)
+    fast = only_bytes(keys)
     cdef Py_ssize_t n = PySequence_Fast_GET_SIZE(fast)
     cdef cnp.ndarray result = new_array(n, cnp.NPY_UINT64)
     hash_into(PySequence_Fast_ITEMS(fast), n, uint64s(result), of_names)
@@ -190,14 +189,6 @@ cdef class GhostTable:
         self._next_memory.fill(0)
         self._num_added = 0
         self._base = 0
-
-    def __len__(self):
-        cdef Py_ssize_t i, way
-        cdef int64_t count = 0
-        for i in range(max(2, self._num_buckets)):
-            for way in range(WAYS):
-                count += self._buckets[i].tags[way] != 0 and not self._is_forgotten(i * WAYS + way)
-        return count
 
     cdef inline uint64_t _bucket_of(self, uint64_t h) noexcept:
         return (h >> 32) * <uint64_t>self._num_buckets >> 32
@@ -834,7 +825,6 @@ cdef class KeyQueue:
         return iter(result)
 
     def __contains__(self, key):
-        h = hash(key)
         if not PyBytes_Check(key):
             return False
         key = exactly_bytes(key)
@@ -844,7 +834,7 @@ cdef class KeyQueue:
         """Returns where in the table the key is, or where it is to be put."""
         cdef uint32_t at = h & self._mask
         while self._places[at].node != END:
-            if self._places[at].hash == h and is_same_bytes(self._keys[self._places[at].node], key):
+            if self._places[at].hash == h and is_same(self._keys[self._places[at].node], key):
                 break
             at = at + 1 & self._mask
         return at
@@ -985,27 +975,6 @@ cdef class KeyQueue:
 
 cdef inline uint32_t mixed(Py_hash_t h) noexcept:
     return <uint32_t>scattered(<uint64_t>h)
-
-
-cdef inline object only_bytes(object keys):
-    """Returns a list or tuple of the same keys, as bytes. Raises TypeError if one is no bytes."""
-    fast = PySequence_Fast(keys, b"keys must be a sequence")
-    cdef Py_ssize_t n = PySequence_Fast_GET_SIZE(fast), i
-    cdef PyObject** items = PySequence_Fast_ITEMS(fast)
-    for i in range(n):
-        if i + 8 < n:
-            kvo_prefetch(items[i + 8])
-        if not PyBytes_CheckExact(<object>items[i]):
-            return [exactly_bytes(key) for key in tuple(fast)]
-    return fast
-
-
-cdef object exactly_bytes(object key):
-    if PyBytes_CheckExact(key):
-        return key
-    if not PyBytes_Check(key):
-        raise TypeError(f"a key must be bytes, not {type(key).__name__}")
-    return PyBytes_FromStringAndSize(PyBytes_AS_STRING(key), PyBytes_GET_SIZE(key))
 
 
 # Lists in the order of use.

@@ -5,25 +5,17 @@
 are called on one thread. Jobs are checked here, with Python's lock; what is copied later has no reference to Python.
 """
 
-from cpython.object cimport PyObject_GenericSetAttr
-from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
-from libc.stdlib cimport calloc, free
-
-cimport cython
-cimport numpy as cnp
+include "common.pxi"
 
 import logging
 
-import numpy as np
-
 from kvoffload.abc import TransferResult
 
-cnp.import_array()
-logger = logging.getLogger("kvoffload.transfer.cuda")
+cimport cython
+from libc.stdint cimport uintptr_t
+from libc.stdlib cimport calloc, free
 
-cdef extern from *:
-    unsigned int KVOFFLOAD_SOURCES
-SOURCES = KVOFFLOAD_SOURCES
+logger = logging.getLogger("kvoffload.transfer.cuda")
 
 cdef extern from "transfer.h" nogil:
     enum: KVT_DIRECTIONS, KVT_ORDINARY, KVT_FENCE
@@ -138,24 +130,6 @@ cdef extern from "transfer.h" nogil:
 
 cdef inline void* handle(object number) except? NULL:
     return <void*><uintptr_t>number
-
-
-cdef inline cnp.ndarray numbers_of(object array):
-    return cnp.PyArray_ContiguousFromAny(array, cnp.NPY_INT64, 1, 1)
-
-
-cdef inline int64_t* int64s(cnp.ndarray array) noexcept:
-    return <int64_t*>cnp.PyArray_DATA(array)
-
-
-cdef inline object new_result(kvt_job* job):
-    """Returns a TransferResult. Its own ``__init__`` takes four times as long, because it is frozen."""
-    result = TransferResult.__new__(TransferResult)
-    PyObject_GenericSetAttr(result, "job_id", job.id)
-    PyObject_GenericSetAttr(result, "ok", bool(job.ok))
-    PyObject_GenericSetAttr(result, "nbytes", job.nbytes)
-    PyObject_GenericSetAttr(result, "seconds", job.seconds)
-    return result
 
 
 @cython.no_gc_clear
@@ -289,8 +263,8 @@ cdef class Loop:
         if not (len(device.group_sizes) == len(device.block_indices) == n):
             self._refuse(job_id, f"the job is for {len(device.group_sizes)} groups, but there are {n}")
             return
-        cdef cnp.ndarray blocks = numbers_of(device.block_ids)
-        cdef cnp.ndarray slots = numbers_of(spec.host.slots)
+        cdef cnp.ndarray blocks = numbers(device.block_ids)
+        cdef cnp.ndarray slots = numbers(spec.host.slots)
         for g in range(n):
             sizes[g], firsts[g] = device.group_sizes[g], device.block_indices[g]
         if not kvt_counts_fit(loop, sizes, firsts, filled, len(blocks), len(slots)):
@@ -357,7 +331,7 @@ cdef class Loop:
         cdef kvt_job* following
         results = []
         while job is not NULL:
-            results.append(new_result(job))
+            results.append(TransferResult(job.id, bool(job.ok), job.nbytes, job.seconds))
             following = job.next
             free(job)
             job = following
@@ -383,14 +357,13 @@ cdef class Loop:
     def fence(self, Py_ssize_t direction, jobs, blocks, stream):
         """Makes ``stream`` wait for the rows of ``jobs`` that copy one of ``blocks`` (None: any), sorted int64 arrays.
         The caller holds the direction. Returns False if it must be called again with one more chunk for fences."""
-        cdef cnp.ndarray job_ids = numbers_of(jobs)
-        cdef cnp.ndarray numbers = numbers_of([] if blocks is None else blocks)
+        cdef cnp.ndarray job_ids = numbers(jobs), named = numbers([] if blocks is None else blocks)
         cdef kvt_fence fence
         cdef void* engine = handle(stream)
         cdef int result
         fence.job = NULL
         fence.jobs, fence.num_jobs = int64s(job_ids), len(job_ids)
-        fence.blocks, fence.num_blocks = int64s(numbers), -1 if blocks is None else len(numbers)
+        fence.blocks, fence.num_blocks = int64s(named), -1 if blocks is None else len(named)
         with nogil:
             result = kvt_fence_now(&self._loop.directions[direction], &fence, engine)
         return result != KVT_NEEDS_CHUNK

@@ -4,8 +4,7 @@ from cpython.bytes cimport (
     PyBytes_AS_STRING, PyBytes_Check, PyBytes_CheckExact, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 )
 from cpython.list cimport PyList_New
-from cpython.object cimport Py_EQ, PyObject, PyObject_Hash, PyObject_RichCompareBool
-from cpython.tuple cimport PyTuple_CheckExact
+from cpython.object cimport PyObject, PyObject_Hash
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memcmp, memcpy, memset
 
@@ -52,7 +51,7 @@ cdef inline uint64_t scattered(uint64_t h) noexcept:
     return ((h ^ SECRET) * <uint64_t>0x9E3779B97F4A7C15) >> 32
 
 
-cdef int check_capacity(capacity) except -1:
+cdef inline int check_capacity(capacity) except -1:
     if not 0 <= capacity <= MAX_SLOTS:
         raise ValueError(f"capacity={capacity}: must be at most {MAX_SLOTS} slots, and not negative")
     return 0
@@ -135,33 +134,31 @@ cdef inline cnp.ndarray first(cnp.ndarray array, Py_ssize_t n):
     return result
 
 
-cdef inline bint all_bytes(PyObject** keys, Py_ssize_t n) noexcept:
-    cdef Py_ssize_t i
+cdef inline object only_bytes(object keys):
+    """Returns a list or tuple of the same keys, as bytes, so that no Python code runs when they are hashed, compared or
+    released. Raises TypeError if one is no bytes."""
+    fast = PySequence_Fast(keys, b"keys must be a sequence")
+    cdef Py_ssize_t n = PySequence_Fast_GET_SIZE(fast), i
+    cdef PyObject** items = PySequence_Fast_ITEMS(fast)
     for i in range(n):
         if i + AHEAD < n:
-            kvo_prefetch(keys[i + AHEAD])
-        if not PyBytes_CheckExact(<object>keys[i]):
-            return False
-    return True
+            kvo_prefetch(items[i + AHEAD])
+        if not PyBytes_CheckExact(<object>items[i]):
+            return [exactly_bytes(key) for key in tuple(fast)]
+    return fast
 
 
-cdef inline object owned(keys, bint may_be_bytes=True):
-    """Returns the keys in a list or tuple that does not change while they are hashed or compared."""
-    fast = PySequence_Fast(keys, b"keys must be a sequence")
-    if PyTuple_CheckExact(fast):
-        return fast
-    if may_be_bytes and all_bytes(PySequence_Fast_ITEMS(fast), PySequence_Fast_GET_SIZE(fast)):
-        return fast
-    return tuple(fast)
+cdef object exactly_bytes(object key):
+    if PyBytes_CheckExact(key):
+        return key
+    if not PyBytes_Check(key):
+        raise TypeError(f"a key must be bytes, not {type(key).__name__}")
+    return PyBytes_FromStringAndSize(PyBytes_AS_STRING(key), PyBytes_GET_SIZE(key))
 
 
-cdef inline bint is_same_bytes(PyObject* a, PyObject* b) noexcept:
-    """Returns whether keys are one object, or equal bytes."""
-    if a == b:
-        return True
-    return (
-        PyBytes_CheckExact(<object>a)
-        and PyBytes_CheckExact(<object>b)
-        and PyBytes_GET_SIZE(<object>a) == PyBytes_GET_SIZE(<object>b)
+cdef inline bint is_same(PyObject* a, PyObject* b) noexcept:
+    """Returns whether two keys are equal."""
+    return a == b or (
+        PyBytes_GET_SIZE(<object>a) == PyBytes_GET_SIZE(<object>b)
         and memcmp(PyBytes_AS_STRING(<object>a), PyBytes_AS_STRING(<object>b), PyBytes_GET_SIZE(<object>a)) == 0
     )

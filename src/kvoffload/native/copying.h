@@ -25,21 +25,17 @@ Nothing here touches Python. The caller has checked every address. */
 #include <immintrin.h>
 #endif
 
-/* The most pieces that are copied in turn, and the bytes of a turn. If pieces are read one after another, the processor
-   waits at the begin of each page of memory, because it reads ahead only inside one. With several in turn it rarely
-   does. */
-enum { KVO_MAX_STREAMS = 8, KVO_TURN = 128, KVO_LINE = 64 };
+/* The pieces that are copied in turn, and the bytes of a turn. If pieces are read one after another, the processor waits
+   at the begin of each page of memory, because it reads ahead only inside one. With several in turn it rarely does. */
+enum { KVO_STREAMS = 8, KVO_TURN = 128, KVO_LINE = 64 };
 
-/* Shorter pieces are copied by memcpy. */
-enum { KVO_MIN_STREAMED = 512 };
+/* Shorter pieces are copied by memcpy, which is as fast. */
+enum { KVO_MIN_STREAMED = 2048 };
 
-/* Layers of equal pages at equal distances: page `layer` of device block `b` is at
-   data + layer * layer_step + b * block_step, and in a row at host_at + layer * host_step. */
+/* Bytes of each device block in one piece: those of block `b` are at data + b * block_step, and in a row at host_at. */
 typedef struct {
     char *data;
-    ptrdiff_t layer_step, block_step;
-    ptrdiff_t num_layers, page_bytes;
-    ptrdiff_t host_at, host_step;
+    ptrdiff_t block_step, page_bytes, host_at;
 } kvo_run;
 
 /* A device block and the row in the host pool that holds its pages. */
@@ -56,26 +52,21 @@ typedef struct {
     ptrdiff_t rows_at_once;
     ptrdiff_t next; /* the first row that no thread has taken */
     int is_store;
-    int streams; /* pieces copied in turn, with stores that bypass the caches; 0: one after another, by memcpy */
 } kvo_job;
 
 typedef struct {
-    char *to[KVO_MAX_STREAMS];
-    const char *from[KVO_MAX_STREAMS];
-    int num;
+    char *to[KVO_STREAMS];
+    const char *from[KVO_STREAMS];
+    int num, bypasses;
     ptrdiff_t nbytes; /* of each piece */
 } kvo_batch;
 
-static void kvo_copy_with_memcpy(const kvo_batch *batch) {
-    for (int i = 0; i < batch->num; i++) memcpy(batch->to[i], batch->from[i], batch->nbytes);
-}
-
 #if KVO_CAN_BYPASS
 /* Stores that bypass the caches write whole aligned lines. memcpy copies what is before and behind these. */
-__attribute__((target("avx2"))) static void kvo_copy_past_caches(const kvo_batch *batch) {
-    char *to[KVO_MAX_STREAMS];
-    const char *from[KVO_MAX_STREAMS];
-    ptrdiff_t nbytes[KVO_MAX_STREAMS];
+__attribute__((target("avx2"))) static void kvo_copy_batch(kvo_batch *batch) {
+    char *to[KVO_STREAMS];
+    const char *from[KVO_STREAMS];
+    ptrdiff_t nbytes[KVO_STREAMS];
     for (int i = 0; i < batch->num; i++) {
         ptrdiff_t head = (ptrdiff_t)(-(uintptr_t)batch->to[i] & (KVO_LINE - 1));
         to[i] = batch->to[i] + head;
@@ -95,45 +86,34 @@ __attribute__((target("avx2"))) static void kvo_copy_past_caches(const kvo_batch
             }
         }
     }
-}
-#endif
-
-static void kvo_copy_batch(kvo_batch *batch) {
-#if KVO_CAN_BYPASS
-    if (batch->nbytes >= KVO_MIN_STREAMED)
-        kvo_copy_past_caches(batch);
-    else
-#endif
-        kvo_copy_with_memcpy(batch);
     batch->num = 0;
 }
+#endif
 
-static inline void kvo_copy_piece(kvo_batch *batch, char *to, const char *from, ptrdiff_t nbytes, int streams) {
-    if (streams == 0) {
-        memcpy(to, from, nbytes);
+static inline void kvo_copy_piece(kvo_batch *batch, char *to, const char *from, ptrdiff_t nbytes) {
+#if KVO_CAN_BYPASS
+    if (batch->bypasses && nbytes >= KVO_MIN_STREAMED) {
+        if (batch->num == KVO_STREAMS || batch->nbytes != nbytes) kvo_copy_batch(batch);
+        batch->to[batch->num] = to;
+        batch->from[batch->num] = from;
+        batch->nbytes = nbytes;
+        batch->num++;
         return;
     }
-    if (batch->num == streams || batch->nbytes != nbytes) kvo_copy_batch(batch);
-    batch->to[batch->num] = to;
-    batch->from[batch->num] = from;
-    batch->nbytes = nbytes;
-    batch->num++;
+#endif
+    memcpy(to, from, nbytes);
 }
 
 /* Copies the rows from `first` to `last`. Consecutive pieces belong to different rows, so that each stream goes on in
    the host pool where it ended before. */
 static void kvo_copy_some_rows(const kvo_job *job, kvo_batch *batch, ptrdiff_t first, ptrdiff_t last) {
     for (const kvo_run *run = job->runs; run < job->runs + job->num_runs; run++) {
-        for (ptrdiff_t layer = 0; layer < run->num_layers; layer++) {
-            ptrdiff_t at = run->host_at + layer * run->host_step;
-            for (const kvo_row *row = job->rows + first; row < job->rows + last; row++) {
-                char *page = run->data + layer * run->layer_step + row->block * run->block_step;
-                char *host = row->host + at;
-                if (job->is_store)
-                    kvo_copy_piece(batch, host, page, run->page_bytes, job->streams);
-                else
-                    kvo_copy_piece(batch, page, host, run->page_bytes, job->streams);
-            }
+        for (const kvo_row *row = job->rows + first; row < job->rows + last; row++) {
+            char *page = run->data + row->block * run->block_step, *host = row->host + run->host_at;
+            if (job->is_store)
+                kvo_copy_piece(batch, host, page, run->page_bytes);
+            else
+                kvo_copy_piece(batch, page, host, run->page_bytes);
         }
     }
 }
@@ -142,37 +122,23 @@ static void kvo_copy_some_rows(const kvo_job *job, kvo_batch *batch, ptrdiff_t f
    sees the end. */
 static void *kvo_copy_rows(void *argument) {
     kvo_job *job = argument;
-    kvo_batch batch = {.num = 0, .nbytes = 0};
-    ptrdiff_t step = job->streams ? job->streams : 1;
+    kvo_batch batch = {.num = 0};
+#if KVO_CAN_BYPASS
+    batch.bypasses = __builtin_cpu_supports("avx2") != 0;
+#endif
     for (;;) {
         ptrdiff_t first = __atomic_fetch_add(&job->next, job->rows_at_once, __ATOMIC_RELAXED);
         if (first >= job->num_rows) break;
         ptrdiff_t last = first + job->rows_at_once;
         if (last > job->num_rows) last = job->num_rows;
-        for (; first < last; first += step)
-            kvo_copy_some_rows(job, &batch, first, first + step < last ? first + step : last);
+        for (; first < last; first += KVO_STREAMS)
+            kvo_copy_some_rows(job, &batch, first, first + KVO_STREAMS < last ? first + KVO_STREAMS : last);
     }
-    kvo_copy_batch(&batch);
 #if KVO_CAN_BYPASS
+    if (batch.num) kvo_copy_batch(&batch);
     _mm_sfence();
 #endif
     return NULL;
-}
-
-static int kvo_can_bypass(void) {
-#if KVO_CAN_BYPASS
-    return __builtin_cpu_supports("avx2") != 0;
-#else
-    return 0;
-#endif
-}
-
-/* Removes memory from the caches, so that a copy of it takes as long as one of memory that has not been used lately. */
-static void kvo_evict(const char *data, ptrdiff_t nbytes) {
-#if KVO_CAN_BYPASS
-    for (ptrdiff_t at = 0; at < nbytes; at += KVO_LINE) _mm_clflush(data + at);
-    _mm_mfence();
-#endif
 }
 
 /* Whether the calling thread may run on several processors, so that a second thread can help. */
@@ -187,7 +153,6 @@ static int kvo_may_share(void) {
 static int kvo_run_job(kvo_job *job, int wants_help) {
     pthread_t helper;
     int has_helper = 0;
-    if (!kvo_can_bypass()) job->streams = 0;
     if (wants_help && kvo_may_share()) {
         /* Signals are for Python's threads. */
         sigset_t all, before;

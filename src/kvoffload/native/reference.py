@@ -77,7 +77,7 @@ class BlockTable:
     written or pinned, and *idle* otherwise; only idle blocks are evictable, and ``num_evictable`` is their number at
     all times. ``busy[slot]`` is True for a slot in transfer. A block that is dropped while it is in transfer is not
     found any more, but keeps its slot, and its key cannot be inserted again, until the transfer has ended. Keys are
-    ``bytes``, or other objects that can be hashed and compared; a batch with one that cannot changes nothing.
+    bytes.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -111,13 +111,13 @@ class BlockTable:
             slots[(slots >= 0) & self.dropped[slots]] = -1
         return slots
 
-    def split(self, keys: Sequence[OffloadKey]) -> tuple[Slots, list[OffloadKey], object]:
-        """Returns the slots of the keys that are present; the absent keys, in order and without repetitions; and
-        hashing work that ``insert`` can use if it gets exactly those. The key of a dropped block is in neither."""
+    def split(self, keys: Sequence[OffloadKey]) -> tuple[Slots, list[OffloadKey]]:
+        """Returns the slots of the keys that are present, and the absent keys, in order and without repetitions. The
+        key of a dropped block is in neither."""
         found = self._slots
         slots = array([found[key] for key in keys if key in found])
         absent = list(dict.fromkeys(key for key in keys if key not in found))
-        return slots[~self.dropped[slots]], absent, None
+        return slots[~self.dropped[slots]], absent
 
     def held(self) -> Slots:
         """Returns the slots that have a key, ascending."""
@@ -139,8 +139,8 @@ class BlockTable:
         missing = np.flatnonzero((slots < 0) | (self.ref_cnt[slots] < 0))
         return int(missing[0]) if len(missing) else len(keys)
 
-    def insert(self, keys: Sequence[OffloadKey], slots: Slots, homes: object = None) -> None:
-        """Puts distinct absent keys into free slots, in state being written. ``homes``: as returned by ``split``."""
+    def insert(self, keys: Sequence[OffloadKey], slots: Slots) -> None:
+        """Puts distinct absent keys into free slots, in state being written."""
         if len(slots) != len(keys):
             raise IndexError(f"{len(keys)} keys need as many slots, not {len(slots)}")
         slots = whole(slots)
@@ -652,10 +652,6 @@ class GhostTable:
         self._buckets: defaultdict[int, OrderedDict[int, list[int]]] = defaultdict(OrderedDict)
         """By tag: how many hashes were added before, stamp and class; the earliest first."""
         self._num_added = 0
-
-    def __len__(self) -> int:
-        oldest = self._num_added - self._capacity
-        return sum(entry[0] >= oldest for bucket in self._buckets.values() for entry in bucket.values())
 
     def _homes(self, hashes: Hashes) -> Iterator[tuple[int, int]]:
         """Returns the bucket and the tag of each hash."""

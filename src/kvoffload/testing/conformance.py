@@ -149,13 +149,6 @@ class PolicyConformance:
             with pytest.raises(IntegrityError):
                 policy.check_integrity(_array(wrong))
 
-    def test_evicting_none_changes_nothing(self) -> None:
-        policy = self.full(2)
-        assert self.evict(policy, 0) == []
-        assert self.evict(policy, 0, busy=[0, 1]) == []
-        policy.mark_evictable(_array([0, 1]))
-        assert self.evict(policy, 2) == self.order(2)
-
     def test_a_block_being_written_is_passed_over_and_keeps_its_place(self) -> None:
         first, second, third, _ = self.order(4)
         policy = self.written_but(4, [first])
@@ -187,12 +180,6 @@ class PolicyConformance:
         assert self.evict(policy, 1, busy=[first]) == [third]
         policy.mark_evictable(_array([first]))
         assert self.evict(policy, 2) == [first, last]
-
-    def test_marking_a_block_evictable_that_was_never_passed_over_is_harmless(self) -> None:
-        policy = self.full(3)
-        policy.mark_evictable(_array([2, 1]))
-        policy.mark_evictable(_array([1]))
-        assert self.evict(policy, 3) == self.order(3)
 
     def test_a_use_of_a_busy_block_does_not_make_it_evictable(self) -> None:
         first, second, third = self.order(3)
@@ -250,16 +237,6 @@ class PolicyConformance:
         assert self.evict(policy, 1) == [first]
         self.insert(policy, [last])
         assert self.same(self.evict(policy, 2), [third, last])
-
-    def test_a_block_removed_while_busy_is_forgotten(self) -> None:
-        policy = self.make_policy(2)
-        self.insert(policy, [0], written=False)
-        self.insert(policy, [1])
-        assert self.evict(policy, 1, busy=[0]) == [1]
-        policy.remove(_array([0]))
-        policy.check_integrity(_array([]))
-        self.insert(policy, [1, 0])
-        assert self.same(self.evict(policy, 2), [1, 0])
 
     def test_clear_forgets_everything(self) -> None:
         fresh = self.make_policy(4)

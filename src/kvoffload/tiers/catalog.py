@@ -152,7 +152,7 @@ class Catalog:
     def end_reads(self, keys: Sequence[OffloadKey], slots: Slots, succeeded: npt.NDArray[np.bool_]) -> Slots:
         """Reads of ``keys`` in ``slots`` have ended. Blocks that could not be read are dropped. Returns the slots of
         those that had been dropped before, which are free now."""
-        dropped = self._table.is_dropped(slots)
+        dropped = self._table.dropped[slots]
         self.cancel_reads(slots)
         if not succeeded.all():
             self._manager.drop([keys[i] for i in np.flatnonzero(~succeeded & ~dropped).tolist()])
@@ -161,7 +161,7 @@ class Catalog:
     def end_writes(self, slots: Slots, succeeded: npt.NDArray[np.bool_]) -> Slots:
         """Writes to ``slots`` have ended: the blocks can be read, or vanish if they could not be written. Returns the
         slots of those that had been dropped before, which are free now."""
-        dropped = self._table.is_dropped(slots)
+        dropped = self._table.dropped[slots]
         if succeeded.all():
             self._manager.complete_store(self._manager.lease(slots))
         else:
@@ -176,7 +176,7 @@ class Catalog:
 
     def cancel_writes(self, slots: Slots) -> None:
         """Undoes ``begin_writes``, except the evictions. What is to be retained may be written again."""
-        known = slots[~self._table.is_dropped(slots)]
+        known = slots[~self._table.dropped[slots]]
         self._manager.drop(self._table.key_of[known].tolist())
         self._manager.complete_store(self._manager.lease(slots), success=False)
 

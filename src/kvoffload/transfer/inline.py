@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvoffload.abc import ByteArray, PageGroup, Transfer, TransferResult, TransferSpec
-from kvoffload.transfer.blocks import BlockCopier, merge_views
+from kvoffload.transfer.blocks import BlockCopier
 from kvoffload.transfer.copies import CopyList, copy_lists
 
 logger = logging.getLogger(__name__)
@@ -48,14 +48,7 @@ class InlineTransfer(Transfer):
         clock: Callable[[], float] = time.perf_counter,
         piece_bytes: int = PIECE_BYTES,
     ) -> None:
-        for group in groups:
-            if len({len(view) for view in group.views}) > 1:
-                raise ValueError(
-                    f"the device views of a group have {[len(view) for view in group.views]} blocks; "
-                    "they must all have the same number"
-                )
         self._groups = list(groups)
-        """Also keeps the memory alive that the merged arrays point to."""
         self._num_slots = len(pool_data)
         self._copiers = [_copier(group, pool_data) for group in groups]
         self._loads: deque[_InlineJob] = deque()
@@ -136,6 +129,5 @@ class InlineTransfer(Transfer):
 
 
 def _copier(group: PageGroup, pool_data: ByteArray) -> BlockCopier:
-    views, places = merge_views(group.views, group.offsets)
     rows = pool_data[:, : group.block_bytes].reshape(len(pool_data), group.factor, group.row_bytes)
-    return BlockCopier(views, rows, None if group.placement is None else places)
+    return BlockCopier(group.views, rows, group.offsets)

@@ -330,7 +330,7 @@ class PolicyAdapter(CachePolicy):
             entering = use.due
         else:
             entering = [key for key in protected if key not in self._chunks]
-        table.mark_busy(kept, True)
+        table.busy[kept] = True
         victims = present[:0]
         if self._aside:
             victims = self._aside.take_idle(n, table.busy)
@@ -339,7 +339,7 @@ class PolicyAdapter(CachePolicy):
             eviction = Eviction(n - len(victims), table.busy, table.key_of, entering)
             chosen = self._policy.evict(eviction)
             victims = np.concatenate((victims, chosen)) if len(victims) else chosen
-        table.mark_busy(kept, False)
+        table.busy[kept] = False
         self._policy.mark_evictable(kept)
         keys = table.evict(victims) if len(victims) == n else None
         if keys is None:

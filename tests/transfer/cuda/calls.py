@@ -12,10 +12,13 @@ import numpy as np
 
 from kvoffload.abc import ByteArray
 from kvoffload.transfer.copies import Numbers
-from kvoffload.transfer.cuda.calls import DriverCalls
-from kvoffload.transfer.cuda.device import Device
+from kvoffload.transfer.cuda.calls import MAX_BLOCKS, DriverCalls, Kernel
+from kvoffload.transfer.cuda.cuda_device import CALLS, CudaDevice
+from kvoffload.transfer.cuda.driver import Driver, DriverError
 
 SUCCESS, INVALID_VALUE, NOT_READY, LAUNCH_FAILED = 0, 1, 600, 719
+MAX_COPIES = 1024
+"""The copies of one batch."""
 NUMBERS, SIZES = POINTER(c_uint64), POINTER(c_size_t)
 SIGNATURES: dict[str, Any] = {
     "copy_batch": CFUNCTYPE(c_int, NUMBERS, NUMBERS, SIZES, c_size_t, POINTER(c_int), SIZES, c_size_t, SIZES, c_void_p),
@@ -50,6 +53,48 @@ def addresses(functions: Mapping[str, Any]) -> dict[str, int]:
     return {name: ctypes.cast(function, c_void_p).value or 0 for name, function in functions.items()}
 
 
+def call(driver: Driver, field: str, *arguments: Any) -> int:
+    """Calls a function of the driver, by its field of DriverCalls, in this thread. Raises DriverError."""
+    address = driver.batch_address if field == "copy_batch" else driver.address_of(CALLS[field])
+    code = int(SIGNATURES[field](address)(*arguments))
+    if code not in (SUCCESS, NOT_READY):
+        raise DriverError(field, "CUDA error", code)
+    return code
+
+
+def is_done(driver: Driver, event: int) -> bool:
+    return call(driver, "query", event) == SUCCESS
+
+
+def copy(driver: Driver, stream: int, targets: Numbers, sources: Numbers, sizes: Numbers) -> None:
+    """Enqueues copies as the native loop does: in batches, if the driver has them."""
+    if not driver.copies_in_batches:
+        for target, source, size in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
+            call(driver, "copy", target, source, size, stream)
+        return
+    for first in range(0, len(sizes), MAX_COPIES):
+        lists = [np.ascontiguousarray(each[first : first + MAX_COPIES]) for each in (targets, sources, sizes)]
+        kinds: tuple[Any, ...] = (NUMBERS, NUMBERS, SIZES)
+        pointers = [each.ctypes.data_as(kind) for each, kind in zip(lists, kinds, strict=True)]
+        attributes, zero, failed = (c_int * 6)(1, 0, 0, 0, 0, 1), c_size_t(0), c_size_t(0)
+        call(driver, "copy_batch", *pointers, len(lists[0]), attributes, zero, 1, failed, stream)
+
+
+def launch(driver: Driver, kernel: Kernel, function: int, stream: int, blocks: Numbers, staging: int) -> None:
+    """Enqueues a function of ``kernel`` for at most MAX_BLOCKS device blocks, as the native loop does.
+
+    ``staging``: where their rows begin, a multiple of 16.
+    """
+    arguments = (
+        *(c_uint64(each) for each in (kernel.pieces, staging, kernel.row_bytes)),
+        *(c_uint32(each) for each in (kernel.num_pieces, len(blocks))),
+        (c_int32 * MAX_BLOCKS)(*blocks.tolist()),
+    )
+    programs = min(kernel.max_programs, max(1, round(len(blocks) / kernel.rows_per_program)))
+    pointers = (c_void_p * len(arguments))(*(ctypes.addressof(each) for each in arguments))
+    call(driver, "launch", function, programs, 1, 1, kernel.threads, 1, 1, 0, stream, pointers, None)
+
+
 def numbers(pointer: Any, count: int) -> Numbers:
     """Returns the first numbers of an argument of a batch."""
     return np.array(pointer[:count], np.int64)
@@ -72,11 +117,11 @@ class LaunchArguments:
         return cls(pieces, staging, row_bytes, num_pieces, (c_int32 * num_rows).from_address(pointers[5])[:])
 
 
-class WrappedDevice(Device):
+class WrappedDevice(CudaDevice):
     """Passes every call on to ``inner``, and those of the native loop to the driver: the base class of devices with a
     fault or a delay. Methods with the names of the driver's functions, see DriverCalls, return the driver's code."""
 
-    def __init__(self, inner: Device) -> None:
+    def __init__(self, inner: CudaDevice) -> None:
         self.inner = inner
         self.calls = inner.native_calls()
         self.real = {

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvoffload.abc import ByteArray
 from kvoffload.transfer.cuda.calls import MAX_BLOCKS, DriverCalls, Kernel
-from kvoffload.transfer.cuda.device import Device
+from kvoffload.transfer.cuda.cuda_device import CudaDevice
 from kvoffload.transfer.cuda.pages import PageTable
 from tests.transfer.cuda.calls import INVALID_VALUE, NOT_READY, SUCCESS, LaunchArguments, addresses, as_c, numbers
 
@@ -28,7 +28,7 @@ class PlainEvent:
     stream: int = 0
 
 
-class PlainDevice(Device):
+class PlainDevice(CudaDevice):
     """``calls``: the operations and how large they were. While ``held`` is True no event that is recorded is reached;
     ``release`` reaches them all. ``raise_in``: the operation that fails. ``refuses_batches``: batches return
     INVALID_VALUE."""
@@ -46,7 +46,7 @@ class PlainDevice(Device):
         self.events: list[PlainEvent] = []
         self.waits: list[tuple[int, PlainEvent]] = []
         self._clock = 0
-        self._streams = ENGINE
+        self._num_streams = ENGINE
         self._functions = as_c(
             {
                 "copy_batch": self._copy_batch,
@@ -68,8 +68,8 @@ class PlainDevice(Device):
         self.threads += 1
 
     def new_stream(self) -> int:
-        self._streams += 1
-        return self._streams
+        self._num_streams += 1
+        return self._num_streams
 
     def engine_stream(self) -> int:
         return ENGINE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import logging
 import os
 import re
@@ -10,24 +11,24 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvoffload.transfer.copies import Numbers
-from kvoffload.transfer.cuda import start_check
-from kvoffload.transfer.cuda.calls import Kernel
+from kvoffload.native import load
+from kvoffload.transfer.cuda.calls import DriverCalls
 from kvoffload.transfer.cuda.cuda_device import CALLS, CudaDevice
 from kvoffload.transfer.cuda.driver import Driver
-from kvoffload.transfer.cuda.kernels import launch
 from kvoffload.transfer.cuda.pages import LayerRun, PageTable
 from kvoffload.transfer.cuda.slots import Unregistered
 from kvoffload.transfer.cuda.start_check import CopiesHang
 from kvoffload.transfer.cuda.transfer import CudaTransfer
+from tests.transfer.cuda.calls import SIGNATURES, addresses, as_c, call
 from tests.transfer.cuda.emulator import Count, Emulator, Memory, bytes_at
+
+pytestmark = pytest.mark.skipif(load("_transfer") is None, reason="needs native code")
 
 NUM_BLOCKS, PAGE = 5, 96
 INVALID_VALUE, ILLEGAL_ADDRESS, NOT_READY, NOT_SUPPORTED = 1, 700, 600, 801
@@ -49,8 +50,8 @@ class Rig:
         runs = [LayerRun(base + layer * NUM_BLOCKS * PAGE, PAGE, PAGE, layer * PAGE) for layer in range(2)]
         self.table = PageTable(tuple(runs), 2 * PAGE, NUM_BLOCKS)
 
-    def make(self, **options: Any) -> CudaDevice:
-        return CudaDevice([self.table], 0, lambda: DEFAULT_STREAM, library=self.emulator.path, **options)
+    def make(self, kind: type[CudaDevice] = CudaDevice, **options: Any) -> CudaDevice:
+        return kind([self.table], 0, lambda: DEFAULT_STREAM, library=self.emulator.path, **options)
 
     def current_context(self) -> int | None:
         found = ctypes.c_void_p()
@@ -88,44 +89,64 @@ def has_kernel(device: CudaDevice) -> bool:
     return device.native_calls().kernels[0] is not None
 
 
-def lose_a_byte_of_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    copy = Driver.copy
+class Faulty(CudaDevice):
+    """Its driver has the fault in ``change``, which gets a function of DriverCalls and its arguments."""
 
-    def lose(self: Driver, stream: int, targets: Numbers, sources: Numbers, sizes: Numbers) -> None:
-        copy(self, stream, targets, sources, sizes - 1 if self.copies_in_batches else sizes)
+    function = ""
 
-    monkeypatch.setattr(Driver, "copy", lose)
+    def change(self, real: Callable[..., int], *arguments: Any) -> int:
+        raise NotImplementedError
+
+    def native_calls(self) -> DriverCalls:
+        calls = super().native_calls()
+        address = getattr(calls, self.function)
+        if not address:
+            return calls
+        self.planted = as_c({self.function: lambda *given: self.change(SIGNATURES[self.function](address), *given)})
+        changed: dict[str, Any] = addresses(self.planted)
+        return dataclasses.replace(calls, **changed)
 
 
-def exchange_blocks(monkeypatch: pytest.MonkeyPatch, is_gather: bool) -> None:
-    """Device blocks are gathered, or rows are scattered, in the wrong order."""
+class LosesAByteOfBatches(Faulty):
+    function = "copy_batch"
 
-    def exchange(driver: Driver, kernel: Kernel, function: int, stream: int, blocks: Numbers, staging: int) -> None:
-        is_wrong = (function == kernel.gather) is is_gather
-        launch(driver, kernel, function, stream, blocks[::-1] if is_wrong else blocks, staging)
+    def change(self, real: Callable[..., int], *arguments: Any) -> int:
+        sizes = arguments[2]
+        sizes[0] -= 1
+        return real(*arguments)
 
-    monkeypatch.setattr(start_check, "launch", exchange)
+
+class ExchangesGatheredBlocks(Faulty):
+    """Device blocks are gathered in the wrong order."""
+
+    function = "launch"
+    is_gather = True
+
+    def change(self, real: Callable[..., int], *arguments: Any) -> int:
+        kernel = self._kernels[0]
+        assert kernel is not None
+        if (arguments[0] == kernel.gather) is self.is_gather:
+            blocks = (ctypes.c_int32 * 3).from_address(arguments[-2][5])
+            blocks[0], blocks[2] = blocks[2], blocks[0]
+        return real(*arguments)
+
+
+class ExchangesScatteredRows(ExchangesGatheredBlocks):
+    is_gather = False
 
 
 @pytest.mark.parametrize(
-    ("plant", "batches", "gathers", "warning"),
+    ("fault", "batches", "gathers", "warning"),
     [
-        (lose_a_byte_of_batches, False, True, "batched copies do not work with CUDA 12.8.*wrong bytes.*newer driver"),
-        (partial(exchange_blocks, is_gather=True), True, False, "kernel does not work with CUDA 12.8.*bytes came from"),
-        (partial(exchange_blocks, is_gather=False), True, False, "kernel does not work with CUDA 12.8.*bytes came to"),
+        (LosesAByteOfBatches, False, True, "batched copies do not work with CUDA 12.8.*wrong bytes.*newer driver"),
+        (ExchangesGatheredBlocks, True, False, "kernel does not work with CUDA 12.8.*bytes came from"),
+        (ExchangesScatteredRows, True, False, "kernel does not work with CUDA 12.8.*bytes came to"),
     ],
 )
 def test_what_copies_wrong_bytes_is_not_used(
-    rig: Rig,
-    plant: Callable[[pytest.MonkeyPatch], None],
-    batches: bool,
-    gathers: bool,
-    warning: str,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    rig: Rig, fault: type[Faulty], batches: bool, gathers: bool, warning: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plant(monkeypatch)
-    device = rig.make()
+    device = rig.make(fault)
     assert (device.batches, has_kernel(device)) == (batches, gathers)
     (message,) = caplog.messages
     assert re.search(warning, message)
@@ -186,7 +207,7 @@ def test_the_engine_s_thread_keeps_its_context(rig: Rig, other: bool) -> None:
         device.allocate_host(8)
         event, stream = device.new_event(), device.new_stream()
         if not other:
-            rig.driver.record(event, stream)
+            call(rig.driver, "record", event, stream)
         found.append(rig.current_context())
         rig.set_context(None)
         device.close()

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 from kvoffload.transfer.cuda.driver import _SIGNATURES as SIGNATURES
-from kvoffload.transfer.cuda.driver import MAX_COPIES_PER_CALL, Driver, DriverError
-from tests.transfer.cuda.emulator import SOURCES, Emulator, bytes_at
+from kvoffload.transfer.cuda.driver import Driver, DriverError
+from tests.transfer.cuda.calls import copy
+from tests.transfer.cuda.emulator import SOURCES, Count, Emulator, bytes_at
 
-INVALID_VALUE, OUT_OF_MEMORY, ALREADY_REGISTERED = 1, 2, 712
+INVALID_VALUE, ALREADY_REGISTERED = 1, 712
 STREAM = 0x5500
 
 
@@ -27,94 +28,31 @@ def driver_of(emulator: Emulator) -> Driver:
     return driver
 
 
-class Copies:
-    """Copies of rows of 24 bytes in a random order, with the arrays of their addresses."""
-
-    def __init__(self, driver: Driver, count: int) -> None:
-        rng = np.random.default_rng(count)
-        self.source = bytes_at(driver.allocate(24 * count + 1), 24 * count).reshape(count, 24)
-        self.target = bytes_at(driver.allocate_host(40 * count + 1), 40 * count).reshape(count, 40)
-        self.source[:] = rng.integers(1, 256, (count, 24), np.uint8)
-        self.target[:] = 0
-        self.order = rng.permutation(count)
-        self.arrays = (
-            self.target.ctypes.data + 40 * np.arange(count),
-            self.source.ctypes.data + 24 * self.order,
-            np.full(count, 24),
-        )
-
-    def are_done(self) -> bool:
-        return np.array_equal(self.target[:, :24], self.source[self.order]) and not self.target[:, 24:].any()
-
-
-def batches(emulator: Emulator) -> list[int]:
-    return [int(call.split()[1]) for call in emulator.calls if call.startswith("batch")]
-
-
-@pytest.mark.parametrize("count", [1, 7, MAX_COPIES_PER_CALL, MAX_COPIES_PER_CALL + 1, 2500])
-def test_copies_go_to_the_driver_in_batches_of_limited_size(emulator: Emulator, count: int) -> None:
+@pytest.mark.parametrize(("version", "batches"), [(12080, 1), (13010, 1), (12040, 0)])
+def test_copies_are_issued_in_batches_with_the_arguments_of_12_8_or_one_by_one(
+    emulator: Emulator, version: int, batches: int
+) -> None:
+    emulator.be_version(version)
     driver = driver_of(emulator)
-    copies = Copies(driver, count)
-    driver.copy(STREAM, *copies.arrays)
-    assert copies.are_done()
-    assert sum(batches(emulator)) == count
-    assert len(batches(emulator)) == -(-count // MAX_COPIES_PER_CALL)
-    assert all("stream 0x5500 order 1 flags 1" in call for call in emulator.calls if call.startswith("batch"))
-
-
-def test_a_newer_driver_is_called_with_the_arguments_of_12_8(emulator: Emulator) -> None:
-    emulator.be_version(13010)
-    driver = driver_of(emulator)
-    copies = Copies(driver, 5)
-    driver.copy(STREAM, *copies.arrays)
-    assert copies.are_done()
-
-
-def test_an_older_driver_copies_one_by_one(emulator: Emulator) -> None:
-    emulator.be_version(12040)
-    driver = driver_of(emulator)
-    copies = Copies(driver, 5)
-    assert not driver.copies_in_batches
-    driver.copy(STREAM, *copies.arrays)
-    assert copies.are_done()
-    assert batches(emulator) == []
-    assert emulator.calls.count("copy 24 stream 0x5500") == 5
-
-
-def test_the_default_stream_is_refused(emulator: Emulator) -> None:
-    driver = driver_of(emulator)
-    copies = Copies(driver, 1)
-    for stream in (0, 1):
-        with pytest.raises(ValueError, match="default stream"):
-            driver.copy(stream, *copies.arrays)
-
-
-def test_a_refused_batch_is_an_error_that_names_the_copy(emulator: Emulator) -> None:
-    driver = driver_of(emulator)
-    emulator.fail_copy(3)
-    copies = Copies(driver, 5)
-    text = r"of 5 copies at copy 3 \(24 bytes from 0x\w+ to 0x\w+\) failed: CUDA_ERROR_INVALID_VALUE"
-    with pytest.raises(DriverError, match=text):
-        driver.copy(STREAM, *copies.arrays)
+    source, target = driver.allocate(64), driver.allocate_host(64)
+    bytes_at(source, 64)[:] = np.arange(64)
+    copy(driver, STREAM, target + np.arange(2) * 32, source + np.arange(2) * 32, np.full(2, 32))
+    assert bytes_at(target, 64).tolist() == list(range(64))
+    assert [emulator.count(Count.BATCHES), emulator.count(Count.COPIES)] == [batches, 2]
     driver.stop_batches()
-    driver.copy(STREAM, *copies.arrays)
-    assert copies.are_done()
     assert not driver.copies_in_batches
-    assert batches(emulator) == [5], "the driver was tried once"
-    assert emulator.calls.count("copy 24 stream 0x5500") == 5
 
 
 def test_a_thread_enters_before_it_calls(emulator: Emulator) -> None:
     """A context is current per thread."""
     driver = driver_of(emulator)
-    copies = Copies(driver, 3)
     errors: list[int] = []
 
     def run(enter: bool) -> None:
         try:
             if enter:
                 driver.enter_thread()
-            driver.copy(STREAM, *copies.arrays)
+            driver.allocate(8)
         except DriverError as error:
             errors.append(error.code)
 
@@ -123,7 +61,6 @@ def test_a_thread_enters_before_it_calls(emulator: Emulator) -> None:
         thread.start()
         thread.join()
         assert errors == [201], "invalid context, and only in the thread that did not enter"
-    assert copies.are_done()
     assert emulator.calls.count("capture mode 2") == 2
 
 

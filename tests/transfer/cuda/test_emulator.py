@@ -23,12 +23,13 @@ from kvoffload.transfer.cuda.driver import Driver, DriverError
 from kvoffload.transfer.cuda.kernels import kernel_code
 from kvoffload.transfer.cuda.pages import PageTable
 from tests.scale import SCALE
+from tests.transfer.cuda import calls
 from tests.transfer.cuda.emulator import PROFILES, Emulator, Timing, bytes_at
 from tests.transfer.cuda.emulator.trials import Broken, Fault, MakeDevice, Plan, Trial, run_trial
 
 pytestmark = pytest.mark.skipif(load("_transfer") is None, reason="needs native code")
 
-NUM_TRIALS = 40
+NUM_TRIALS = 60
 MOST_SEEDS = 150
 """How many trials a planted fault may survive. Each is found by one of the first 60."""
 
@@ -52,13 +53,6 @@ def test_trials(emulator_library: Path) -> None:
         "errors after which the engine has gone on",
     ):
         assert seen[what], f"no {what} in {seen}"
-
-
-@pytest.mark.parametrize("fault", list(Fault))
-def test_each_fault(emulator_library: Path, fault: Fault) -> None:
-    for seed in range(5):
-        plan = dataclasses.replace(Plan.random(Random(seed)), fault=fault)
-        Trial(emulator_library, seed, plan).run()
 
 
 def plain_plan(seed: int) -> Plan:
@@ -190,7 +184,7 @@ def driver(emulator: Emulator) -> Driver:
 
 
 def copy(driver: Driver, stream: int, target: int, source: int, nbytes: int) -> None:
-    driver.copy(stream, *(np.array([each]) for each in (target, source, nbytes)))
+    calls.copy(driver, stream, *(np.array([each]) for each in (target, source, nbytes)))
 
 
 def test_work_runs_when_the_timing_says(emulator_library: Path) -> None:
@@ -202,11 +196,11 @@ def test_work_runs_when_the_timing_says(emulator_library: Path) -> None:
         source, target = driver.allocate(64), driver.allocate_host(64)
         bytes_at(source, 64)[:] = 7
         copy(driver, stream, target, source, 64)
-        driver.record(event, stream)
+        calls.call(driver, "record", event, stream)
         is_done = bytes_at(target, 64).tolist() == [7] * 64
         assert is_done is (timing is Timing.EARLIEST) or timing is Timing.RANDOM
         for _ in range(1000):
-            if driver.is_done(event):
+            if calls.is_done(driver, event):
                 break
         assert bytes_at(target, 64).tolist() == [7] * 64, "an event is reached after the work before it"
 
@@ -219,7 +213,7 @@ def test_one_copy_does_not_span_two_registrations(emulator: Emulator, driver: Dr
     copy(driver, stream, start + 4000, source, 96)
     assert not emulator.problems
     driver.stop_batches()
-    with pytest.raises(DriverError, match="INVALID_VALUE"):
+    with pytest.raises(DriverError, match=r"copy failed.*\(1\)"):
         copy(driver, stream, start + 4000, source, 97)
     assert "the target is not in one piece of memory" in emulator.problems[0]
 

@@ -21,7 +21,7 @@ from kvoffload.host.registration import Registration
 from kvoffload.native import load
 from kvoffload.transfer.copies import Numbers
 from kvoffload.transfer.cuda import native_loop
-from kvoffload.transfer.cuda.device import Device
+from kvoffload.transfer.cuda.cuda_device import CudaDevice
 from kvoffload.transfer.cuda.pages import PageTable, page_table
 from kvoffload.transfer.cuda.transfer import CudaTransfer
 from tests.transfer.cuda.calls import NOT_READY, SUCCESS, WrappedDevice
@@ -52,7 +52,7 @@ LANES = tuple(
 class Watched(WrappedDevice):
     """Learns what streams are for. An event may stand for another one, which was recorded at another point."""
 
-    def __init__(self, inner: Device) -> None:
+    def __init__(self, inner: CudaDevice) -> None:
         super().__init__(inner)
         self.random = Random(0)
         self.roles = {inner.engine_stream(): ENGINE}
@@ -85,22 +85,24 @@ class Watched(WrappedDevice):
         return SUCCESS
 
 
-def planted(kind: Callable[[Device], Device]) -> Callable[[Sequence[PageTable], Callable[[], int], str], Device]:
+def planted(
+    kind: Callable[[CudaDevice], CudaDevice],
+) -> Callable[[Sequence[PageTable], Callable[[], int], str], CudaDevice]:
     return lambda *arguments: kind(UncheckedDevice()(*arguments))
 
 
 class DropsWaits(Watched):
     """Streams of one kind do not wait for those of another, in the lane of fences or in the other one."""
 
-    def __init__(self, inner: Device, streams: tuple[Role, Role], of_fences: bool) -> None:
+    def __init__(self, inner: CudaDevice, streams: tuple[Role, Role], of_fences: bool) -> None:
         super().__init__(inner)
-        self._streams = streams
+        self._dropped = streams
         self._of_fences = of_fences
 
     def wait(self, stream: int, event: int, flags: int = 0) -> int:
         on = self.recorded_on[event]
         is_of_fences = not self.of_fences.isdisjoint((stream, on))
-        if (self.roles[stream], self.roles[on]) == self._streams and is_of_fences is self._of_fences:
+        if (self.roles[stream], self.roles[on]) == self._dropped and is_of_fences is self._of_fences:
             return SUCCESS
         return super().wait(stream, event)
 
@@ -156,7 +158,7 @@ class EarlyEvents(Watched):
 
     kind: Role = GATHERS
 
-    def __init__(self, inner: Device) -> None:
+    def __init__(self, inner: CudaDevice) -> None:
         super().__init__(inner)
         self._before_last: dict[int, int] = {}
         """By stream."""

@@ -40,16 +40,6 @@ def calls(emulator: Emulator) -> list[str]:
     return [call for call in emulator.calls if "register" in call]
 
 
-def test_a_pool_is_registered_in_chunks_and_unregistered_when_it_is_closed(pool: HostPool, emulator: Emulator) -> None:
-    registration = register(pool, emulator)
-    assert registration.num_ready_slots == 12
-    assert calls(emulator) == [f"register {8 * MIB} flags 1", f"register {4 * MIB} flags 1"]
-    registration.release()
-    pool.close()
-    assert calls(emulator)[2:] == ["unregister", "unregister"]
-    assert registration.close()
-
-
 class BrokenWatch:
     """A watch over weights that cannot read them."""
 
@@ -87,4 +77,4 @@ def test_a_worker_that_gives_up_in_service_leaves_the_pool_registered(pool: Host
     assert "unregister" not in calls(emulator)
     worker.shutdown()
     pool.close()
-    assert calls(emulator)[2:] == ["unregister", "unregister"]
+    assert calls(emulator) == [f"register {8 * MIB} flags 1", f"register {4 * MIB} flags 1", "unregister", "unregister"]

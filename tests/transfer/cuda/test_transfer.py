@@ -26,7 +26,6 @@ from kvoffload.transfer.cuda import native_loop
 from kvoffload.transfer.cuda.calls import MAX_BLOCKS
 from kvoffload.transfer.cuda.limits import DEFAULT_LIMITS, Limits
 from kvoffload.transfer.cuda.pages import page_table
-from kvoffload.transfer.cuda.slots import Unregistered
 from kvoffload.transfer.cuda.transfer import CudaTransfer
 from tests.transfer.cuda.plain_device import ENGINE, PlainDevice, PlainEvent
 from tests.transfer.specs import spec_of
@@ -179,16 +178,6 @@ def test_without_native_code_a_device_is_refused(monkeypatch: pytest.MonkeyPatch
         Rig(PageGroup(apart()))
 
 
-def test_a_row_larger_than_a_chunk_or_a_bounce_buffer_is_copied() -> None:
-    limits = Limits(chunk_bytes=ROW // 2, stage_bytes=1, fence_bytes=1, bounce_bytes=ROW // 2)
-    for registration in (Ready(), Unregistered()):
-        rig = Rig(PageGroup(apart()), registration=registration, limits=limits)
-        rig.store(1, [3, 2], [4, 5])
-        rig.transfer.before_forward()
-        assert ended(rig.run()) == [1]
-        assert (rig.slot(3), rig.slot(2)) == (rig.block(4), rig.block(5))
-
-
 # Chunks.
 
 
@@ -277,19 +266,6 @@ def test_a_fence_issues_the_rows_of_its_blocks_and_no_others() -> None:
     assert all(rig.slot(i) == rig.block(i) for i in range(40))
 
 
-def test_a_fence_goes_beyond_the_limit_of_chunks_in_flight() -> None:
-    rig = Rig(PageGroup(apart()), limits=SMALL_CHUNKS)
-    rig.device.held = True
-    rig.store(1, range(64), range(64))
-    rig.transfer.before_forward()
-    assert rig.run() == []
-    rig.transfer.wait([1])
-    assert all(rig.slot(i) == rig.block(i) for i in range(64)), "this device copies at once what is issued"
-    assert rig.run() == []
-    rig.device.release()
-    assert ended(rig.run()) == [1]
-
-
 def engine_waits(rig: Rig) -> int:
     n = sum(stream == ENGINE for stream, _ in rig.device.waits)
     rig.device.waits.clear()
@@ -313,46 +289,8 @@ def test_the_engine_waits_only_for_what_a_fence_names(rig: Rig) -> None:
     assert engine_waits(rig) == 0, "the store has ended"
 
 
-def test_a_fence_waits_for_the_gather_and_not_for_the_bus() -> None:
-    rig = Rig(PageGroup(apart()))
-    rig.device.held = True
-    rig.store(1, [0], [0])
-    rig.transfer.wait([1])
-    ((_, event),) = [(stream, event) for stream, event in rig.device.waits if stream == ENGINE]
-    rig.device.release()
-    last_copy = max(each.recorded for each in rig.device.events if each is not event)
-    assert event.recorded < last_copy
-
-
-def test_a_load_submitted_after_a_fence_waits_for_what_the_engine_waits_for(rig: Rig) -> None:
-    rig.device.held = True
-    rig.store(1, [0], [5])
-    rig.transfer.wait([1])
-    ((_, read),) = [(stream, event) for stream, event in rig.device.waits if stream == ENGINE]
-    rig.device.waits.clear()
-    rig.load(2, [1], [5])
-    rig.run()
-    assert any(event.recorded > read.recorded for _, event in rig.device.waits if event in engine_events(rig))
-    rig.device.release()
-
-
 def engine_events(rig: Rig) -> list[PlainEvent]:
     return [event for event in rig.device.events if event.stream == ENGINE]
-
-
-def test_a_fenced_store_for_which_there_is_no_bounce_buffer_fails_and_blocks_nothing() -> None:
-    limits = Limits(bounce_bytes=2 * ROW)
-    rig = Rig(PageGroup(apart()), registration=Unregistered(), limits=limits)
-    rig.device.held = True
-    room = 2 * limits.num_bounce_buffers
-    rig.store(1, range(room + 1), range(room + 1))
-    rig.store(2, [40], [40])
-    rig.transfer.wait([1])
-    assert rig.run() == [], "the rows that were issued must end before the job is reported"
-    rig.device.release()
-    results = {result.job_id: result.ok for result in rig.run()}
-    assert results == {1: False, 2: True}
-    assert rig.slot(40) == rig.block(40)
 
 
 def test_a_fence_that_waits_long_for_another_thread_says_so_and_waits_on(

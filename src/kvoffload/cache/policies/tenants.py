@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from itertools import compress
 
 import numpy as np
 import numpy.typing as npt
@@ -89,7 +88,7 @@ class TenantPolicy(CachePolicy):
     are short, the tenant that is furthest above its guarantee loses blocks first, so that all tenants above their
     guarantees come to exceed them by the same number. No tenant falls below its guarantee for another one.
 
-    ``room`` plans an eviction, and ``evict`` carries it out. Beside what the contract says, the caller tells with
+    ``room`` plans an eviction, and ``evict_of`` carries it out. Beside what the contract says, the caller tells with
     ``mark_busy`` which blocks it must not evict any more: ``Eviction.busy`` is not read.
     """
 
@@ -106,8 +105,6 @@ class TenantPolicy(CachePolicy):
         """The place that its policy knows it by."""
         self._last: tuple[Sequence[OffloadKey], Sequence[KeysOfTenant]] | None = None
         """The keys of the last call, by tenant: the next call is often about the same list, which does not change."""
-        self._plan: tuple[Sequence[OffloadKey], list[int]] | None = None
-        """The keys that ``room`` was last asked for, and how many blocks of each tenant leave for them."""
 
     # Whose blocks.
 
@@ -140,9 +137,9 @@ class TenantPolicy(CachePolicy):
 
     # Room.
 
-    def room(self, keys: Sequence[OffloadKey], num_free: int, protected: Slots) -> int | MissReason:
-        """Returns how many blocks must leave so that new ``keys`` can be stored, or why they cannot be. ``num_free``
-        slots are free. The blocks in ``protected``, which are not busy, must stay."""
+    def room(self, keys: Sequence[OffloadKey], num_free: int, protected: Slots) -> list[int] | MissReason:
+        """Returns how many blocks of each tenant must leave so that new ``keys`` can be stored, or why they cannot be.
+        ``num_free`` slots are free. The blocks in ``protected``, which are not busy, must stay."""
         idle = [blocks.num_idle for blocks in self.tenants]
         for t, n in enumerate(np.bincount(self.tenant_of[protected], minlength=len(idle)).tolist()):
             idle[t] -= n
@@ -152,9 +149,7 @@ class TenantPolicy(CachePolicy):
             for blocks, n, most in zip(self.tenants, entering, idle, strict=True):
                 is_cause = plan is MissReason.NO_ROOM or blocks.num_held + n - blocks.quota > most
                 blocks.num_refused += n > 0 and is_cause
-            return plan
-        self._plan = keys, plan
-        return sum(plan)
+        return plan
 
     def _leaving(self, entering: Sequence[int], shortage: int, idle: Sequence[int]) -> list[int] | MissReason:
         """Returns how many blocks of each tenant leave so that ``entering`` new ones of each can enter, at least
@@ -222,21 +217,12 @@ class TenantPolicy(CachePolicy):
     def access(self, access: Access) -> None:
         found = self._place_of[access.found]
         found[access.found < 0] = -1
-        used = self._place_of[access.slots]
-        tenants = self.shares.tenants_of(access.keys)
-        if isinstance(tenants, int):
-            self._access(tenants, Access(access.keys, found, used, access.ready, access.time))
-            return
-        of_key, of_slot = np.array(tenants), self.tenant_of[access.slots]
-        for t in np.unique(of_key).tolist():
-            mine, own = of_key == t, of_slot == t
-            keys = list(compress(access.keys, mine.tolist()))
-            self._access(t, Access(keys, found[mine], used[own], access.ready[own], access.time))
-
-    def _access(self, tenant: int, access: Access) -> None:
-        policy = self.tenants[tenant].policy
-        policy.must_store = self.must_store
-        policy.access(access)
+        owners = self.tenant_of[access.slots]
+        for t, keys, chosen in self.shares.split(access.keys):
+            policy, mine = self.tenants[t].policy, owners == t
+            policy.must_store = self.must_store
+            own_found, used = found if chosen is None else found[chosen], self._place_of[access.slots[mine]]
+            policy.access(Access(keys, own_found, used, access.ready[mine], access.time))
 
     def admit(self, keys: Sequence[OffloadKey], shortage: int) -> Flags | None:
         entering = self._counts(keys)
@@ -259,50 +245,36 @@ class TenantPolicy(CachePolicy):
         for t, own, _ in self._keys_by_tenant(keys):
             self.tenants[t].policy.refuse(own)
 
-    def leaving(self, entering: Sequence[OffloadKey], n: int) -> dict[int, int]:
-        """Returns how many blocks of each tenant leave if ``n`` leave for ``entering``; tenants that lose none are left
-        out. Raises IntegrityError if so many cannot leave."""
-        if self._plan is not None and self._plan[0] is entering and sum(self._plan[1]) == n:
-            plan = self._plan[1]
-        else:
-            made = self._leaving(self._counts(entering), n, [blocks.num_idle for blocks in self.tenants])
-            plan = [] if isinstance(made, MissReason) else made
-        if sum(plan) != n:
-            raise IntegrityError(f"{n} blocks cannot leave without breaking a tenant's share")
-        self._plan = entering, plan
-        return {t: count for t, count in enumerate(plan) if count}
-
-    def evict_early(self, slots: Slots) -> None:
-        """Removes blocks that are to leave before any policy is asked, as a part of what ``leaving`` has returned.
-
-        Raises IntegrityError if these are more of a tenant than it loses.
-        """
-        assert self._plan is not None
-        entering, plan = self._plan
-        early = np.bincount(self.tenant_of[slots], minlength=len(plan))
-        rest = (np.array(plan) - early).tolist()
+    def count_early(self, slots: Slots, leaving: Sequence[int]) -> list[int]:
+        """Counts blocks that leave before any policy is asked as evicted. Returns how many of each tenant leave beside
+        them. Raises IntegrityError if these are more of a tenant than the ``leaving`` ones."""
+        early = np.bincount(self.tenant_of[slots], minlength=len(leaving))
+        rest: list[int] = (np.array(leaving) - early).tolist()
         if min(rest) < 0:
             raise IntegrityError("more blocks of a tenant leave early than it may lose")
         for blocks, n in zip(self.tenants, early.tolist(), strict=True):
             blocks.num_evicted += n
-        self.remove(slots)
-        # Not planned anew: the blocks that have left would count as if the tenant had never held them.
-        self._plan = entering, rest
+        return rest
 
     def evict(self, eviction: Eviction) -> Slots:
-        held = [blocks.num_held for blocks in self.tenants]
+        plan = self._leaving(self._counts(eviction.entering), eviction.n, [blocks.num_idle for blocks in self.tenants])
+        if isinstance(plan, MissReason) or sum(plan) != eviction.n:
+            raise IntegrityError(f"{eviction.n} blocks cannot leave without breaking a tenant's share")
+        return self.evict_of(plan, eviction)
+
+    def evict_of(self, leaving: Sequence[int], eviction: Eviction) -> Slots:
+        """Does the same, and each tenant loses as many blocks as ``leaving`` says."""
         entering = {t: own for t, own, _ in self._keys_by_tenant(eviction.entering)}
-        leaving = self.leaving(eviction.entering, eviction.n)
-        self._plan = None
         victims = [_NONE]
-        for t, n in leaving.items():
-            blocks = self.tenants[t]
-            own = entering.get(t, ())
-            blocks.policy.full = max(1, held[t] + len(own) - n)
+        for t, (blocks, n) in enumerate(zip(self.tenants, leaving, strict=True)):
+            if not n:
+                continue
+            own, before = entering.get(t, ()), blocks.num_held
+            blocks.policy.full = max(1, before + len(own) - n)
             places = blocks.policy.evict(Eviction(n, blocks.busy, blocks.key_of, own))
             if len(places) != n:
                 raise IntegrityError(f"policy {type(blocks.policy).__name__} evicted {len(places)} blocks, not {n}")
-            if held[t] + len(own) - n < min(held[t], blocks.guaranteed):
+            if before + len(own) - n < min(before, blocks.guaranteed):
                 raise IntegrityError(f"tenant {self.shares.names[t]} would lose what is guaranteed to it")
             blocks.forget(places)
             blocks.num_evicted += n
@@ -333,7 +305,6 @@ class TenantPolicy(CachePolicy):
         for blocks in self.tenants:
             blocks.clear()
         self.tenant_of.fill(_NOBODY)
-        self._plan = None
 
     def uses(self) -> list[TenantUse]:
         """Returns what each tenant holds."""

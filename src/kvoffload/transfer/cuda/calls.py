@@ -34,7 +34,7 @@ class Kernel:
 @dataclass(frozen=True, slots=True)
 class DriverCalls:
     """Addresses of C functions with the CUDA driver's own signatures. They are called on the engine's thread and on
-    threads that have called ``Device.enter_thread``."""
+    threads that have called ``CudaDevice.enter_thread``."""
 
     copy_batch: int
     """cuMemcpyBatchAsync of CUDA 12.8, or 0: copies are issued one by one."""

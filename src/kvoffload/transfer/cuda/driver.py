@@ -8,25 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from kvoffload.transfer.copies import Numbers
-
 LIBRARY = "libcuda.so.1"
-
-MAX_COPIES_PER_CALL = 1024
-"""A batch of more copies is submitted in several calls. Drivers are reported to crash on batches of 50,000 copies."""
 
 BATCH_VERSION = 12080
 """The CUDA version whose cuMemcpyBatchAsync is called. That of 13.0 has the same name and one argument fewer."""
 
 SYSFS_DEVICES = Path("/sys/bus/pci/devices")
 MODULE_VERSION = Path("/sys/module/nvidia/version")
+
+CAN_USE_HOST_POINTERS, CAN_REGISTER = 91, 99
+"""Attributes of a device: it copies registered memory by the addresses of the host; host memory can be registered."""
 
 NOT_READY = 600
 """The answer of the driver for an event that is not reached, among its errors."""
@@ -35,12 +30,6 @@ _SUCCESS = 0
 _PORTABLE = 1
 _STREAM_NON_BLOCKING = 1
 _CAPTURE_RELAXED = 2
-_ORDER_STREAM = 1
-_PREFER_OVERLAP = 1
-_LEGACY_STREAMS = (0, 1)
-"""Handles of the default stream, on which the driver refuses batches."""
-_NO_COPY = ctypes.c_size_t(-1).value
-"""What the driver reports if an error does not belong to one copy of a batch."""
 
 _POINTER, _SIZE, _INT, _UINT, _ADDRESS = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_uint, ctypes.c_uint64
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
@@ -79,37 +68,6 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuGetErrorName": (_INT, _POINTER),
     "cuGetProcAddress_v2": (ctypes.c_char_p, _POINTER, _INT, _ADDRESS, _POINTER),
 }
-_Batch = ctypes.CFUNCTYPE(_INT, *[_POINTER] * 3, _SIZE, *[_POINTER] * 2, _SIZE, *[_POINTER] * 2)
-"""targets, sources, sizes, count; attributes, first copy of each, number of attributes; failed copy, stream"""
-
-
-class Attribute(enum.IntEnum):
-    """Attributes of a device, by the driver's numbers."""
-
-    MULTIPROCESSORS = 16
-    COMPUTE_MODE = 20
-    UNIFIED_ADDRESSING = 41
-    CAPABILITY_MAJOR = 75
-    CAPABILITY_MINOR = 76
-    CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM = 91
-    HOST_REGISTER_SUPPORTED = 99
-
-
-class _Location(ctypes.Structure):
-    """CUmemLocation. All zero is no location; CUDA ignores it for memory that it has allocated or registered."""
-
-    _fields_ = [("type", _INT), ("id", _INT)]
-
-
-class _Attributes(ctypes.Structure):
-    """CUmemcpyAttributes: the same for all copies of a batch."""
-
-    _fields_ = [
-        ("source_order", _INT),
-        ("source", _Location),
-        ("target", _Location),
-        ("flags", _UINT),
-    ]
 
 
 class DriverError(RuntimeError):
@@ -145,7 +103,9 @@ class Driver:
         self._call("cuDeviceGet", ctypes.byref(number), device)
         self._number = number.value
         self._context: int | None = None
-        self._batch = self._find_batch()
+        self.batch_address = self._find_batch()
+        """The address of cuMemcpyBatchAsync with the arguments of CUDA 12.8. 0: copies are issued one by one, because
+        the driver is older, or ``stop_batches`` was called."""
 
     # The device.
 
@@ -160,7 +120,7 @@ class Driver:
         except OSError:
             return text
 
-    def attribute(self, which: Attribute) -> int:
+    def attribute(self, which: int) -> int:
         value = _INT()
         self._call("cuDeviceGetAttribute", ctypes.byref(value), which, self._number)
         return value.value
@@ -169,10 +129,7 @@ class Driver:
     def copies_registered_memory(self) -> bool:
         """Whether the device copies to and from registered host memory by the addresses of the host. It does not under
         WSL2, where such a copy ends the context."""
-        return bool(
-            self.attribute(Attribute.HOST_REGISTER_SUPPORTED)
-            and self.attribute(Attribute.CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM)
-        )
+        return bool(self.attribute(CAN_REGISTER) and self.attribute(CAN_USE_HOST_POINTERS))
 
     def numa_node(self, sysfs: Path = SYSFS_DEVICES) -> int | None:
         """Returns the NUMA node to which the device is attached, or None if the machine does not say."""
@@ -250,15 +207,6 @@ class Driver:
     def destroy_event(self, event: int) -> None:
         self._call("cuEventDestroy_v2", event)
 
-    def record(self, event: int, stream: int) -> None:
-        self._call("cuEventRecord", event, stream)
-
-    def is_done(self, event: int) -> bool:
-        code = self._functions["cuEventQuery"](event)
-        if code not in (_SUCCESS, NOT_READY):
-            raise DriverError("cuEventQuery", self._name(code), code)
-        return bool(code == _SUCCESS)
-
     # Memory.
 
     def allocate(self, nbytes: int) -> int:
@@ -290,30 +238,11 @@ class Driver:
 
     @property
     def copies_in_batches(self) -> bool:
-        """Whether copies are issued with cuMemcpyBatchAsync: from CUDA 12.8 on, unless ``stop_batches`` was called."""
-        return self._batch is not None
+        return self.batch_address != 0
 
     def stop_batches(self) -> None:
         """Issues copies one by one from now on."""
-        self._batch = None
-
-    def copy(self, stream: int, targets: Numbers, sources: Numbers, sizes: Numbers) -> None:
-        """Enqueues copies of ``sizes[i]`` bytes from ``sources[i]`` to ``targets[i]``, in any order.
-
-        The stream must not be the default stream. No copy may span two registrations of host memory.
-        """
-        if stream in _LEGACY_STREAMS:
-            raise ValueError("copies cannot be issued on the default stream")
-        arrays = [np.ascontiguousarray(each, dtype=np.int64) for each in (targets, sources, sizes)]
-        if len({each.shape for each in arrays}) > 1 or arrays[0].ndim != 1:
-            raise ValueError(f"targets, sources and sizes have the shapes {[each.shape for each in arrays]}")
-        for first in range(0, len(arrays[0]), MAX_COPIES_PER_CALL):
-            part = [each[first : first + MAX_COPIES_PER_CALL] for each in arrays]
-            if self._batch is not None:
-                self._copy_batch(stream, *part)
-            else:
-                for target, source, size in zip(*(each.tolist() for each in part), strict=True):
-                    self._call("cuMemcpyAsync", target, source, size, stream)
+        self.batch_address = 0
 
     def read(self, address: int, into: int, nbytes: int) -> None:
         """Copies device memory to host memory of any kind, and waits for that."""
@@ -337,49 +266,17 @@ class Driver:
     def function(self, module: int, name: str) -> int:
         return self._new("cuModuleGetFunction", module, name.encode())
 
-    def launch(self, function: int, programs: int, threads: int, stream: int, arguments: Sequence[Any]) -> None:
-        """Enqueues a kernel. ``arguments`` are objects of ctypes, whose values are read in the call."""
-        pointers = (_POINTER * len(arguments))(*(ctypes.addressof(each) for each in arguments))
-        self._call("cuLaunchKernel", function, programs, 1, 1, threads, 1, 1, 0, stream, pointers, None)
-
     def address_of(self, name: str) -> int:
         """Returns the address of a function, for native code."""
-        return _address(self._function(name))
+        return int(ctypes.cast(self._function(name), _POINTER).value or 0)
 
-    @property
-    def batch_address(self) -> int:
-        """The address of cuMemcpyBatchAsync, or 0 where copies are issued one by one."""
-        return 0 if self._batch is None else _address(self._batch)
-
-    def _find_batch(self) -> Any:
-        """Returns cuMemcpyBatchAsync with the arguments of CUDA 12.8, or None if the driver is older."""
+    def _find_batch(self) -> int:
         find = self._functions.get("cuGetProcAddress_v2")
         if find is None:
-            return None
+            return 0
         address, status = _POINTER(), _INT()
         code = find(b"cuMemcpyBatchAsync", ctypes.byref(address), BATCH_VERSION, 0, ctypes.byref(status))
-        return _Batch(address.value) if code == _SUCCESS and address.value else None
-
-    def _copy_batch(self, stream: int, targets: Numbers, sources: Numbers, sizes: Numbers) -> None:
-        attributes = _Attributes(source_order=_ORDER_STREAM, flags=_PREFER_OVERLAP)
-        first, failed = _SIZE(0), _SIZE(_NO_COPY)
-        code = self._batch(
-            targets.ctypes.data,
-            sources.ctypes.data,
-            sizes.ctypes.data,
-            len(sizes),
-            ctypes.addressof(attributes),
-            ctypes.addressof(first),
-            1,
-            ctypes.addressof(failed),
-            stream,
-        )
-        if code == _SUCCESS:
-            return
-        what, at = f"cuMemcpyBatchAsync of {len(sizes)} copies", failed.value
-        if at < len(sizes):
-            what += f" at copy {at} ({sizes[at]} bytes from {sources[at]:#x} to {targets[at]:#x})"
-        raise DriverError(what, self._name(code), code)
+        return int(address.value or 0) if code == _SUCCESS else 0
 
     def _new(self, function: str, *arguments: Any) -> int:
         """Calls a function that returns a handle through its first argument."""
@@ -402,7 +299,3 @@ class Driver:
         if self._functions["cuGetErrorName"](code, ctypes.byref(text)) != _SUCCESS or text.value is None:
             return "unknown error"
         return text.value.decode()
-
-
-def _address(function: Any) -> int:
-    return int(ctypes.cast(function, _POINTER).value or 0)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 from importlib.resources import files
 
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.transfer.copies import Numbers
-from kvoffload.transfer.cuda.calls import MAX_BLOCKS, Kernel
+from kvoffload.transfer.cuda.calls import Kernel
 from kvoffload.transfer.cuda.driver import Driver
 from kvoffload.transfer.cuda.pages import PageTable
 
@@ -58,17 +56,3 @@ def make_kernel(driver: Driver, module: int, table: PageTable, pieces: int) -> K
         max_programs=MAX_PROGRAMS,
         rows_per_program=THREADS / WARP / num_pieces,
     )
-
-
-def launch(driver: Driver, kernel: Kernel, function: int, stream: int, blocks: Numbers, staging: int) -> None:
-    """Enqueues a function of ``kernel`` for at most MAX_BLOCKS device blocks, as the native loop does.
-
-    ``staging``: where their rows begin, a multiple of 16.
-    """
-    arguments = (
-        *(ctypes.c_uint64(each) for each in (kernel.pieces, staging, kernel.row_bytes)),
-        *(ctypes.c_uint32(each) for each in (kernel.num_pieces, len(blocks))),
-        (ctypes.c_int32 * MAX_BLOCKS)(*blocks.tolist()),
-    )
-    programs = min(kernel.max_programs, max(1, round(len(blocks) / kernel.rows_per_program)))
-    driver.launch(function, programs, kernel.threads, stream, arguments)

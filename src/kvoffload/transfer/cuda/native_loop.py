@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import astuple
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvoffload.abc import ByteArray, ConfigError
 from kvoffload.native import ENVIRONMENT_VARIABLE, describe, load
-from kvoffload.transfer.cuda.device import Device
+from kvoffload.transfer.cuda.calls import DriverCalls
+from kvoffload.transfer.cuda.driver import DriverError
 from kvoffload.transfer.cuda.limits import ROW_ALIGNMENT, Limits, aligned, device_bytes
 from kvoffload.transfer.cuda.pages import PageTable
 from kvoffload.transfer.cuda.slots import ReadySlots
+
+if TYPE_CHECKING:
+    from kvoffload.transfer.cuda.cuda_device import CudaDevice
 
 LOADS, STORES = DIRECTIONS = range(2)
 ORDINARY, FENCES = range(2)
@@ -32,16 +36,28 @@ def native_module() -> ModuleType:
     return module
 
 
-def new_events(device: Device, number: int = EVENTS_PER_CHUNK) -> list[int]:
+def new_events(device: CudaDevice, number: int = EVENTS_PER_CHUNK) -> list[int]:
     return [device.new_event() for _ in range(number)]
 
 
+def error_of(loop: Any) -> DriverError:
+    """Returns the error that has stopped a loop."""
+    what, code, count, copy = loop.error
+    if count:
+        what += f" of {count} copies" + (f" at copy {copy}" if copy < count else "")
+    return DriverError(what, "CUDA error", code)
+
+
 def make_loop(
-    device: Device, tables: Sequence[PageTable], pool_data: ByteArray, registration: ReadySlots, limits: Limits
+    device: CudaDevice,
+    calls: DriverCalls,
+    tables: Sequence[PageTable],
+    pool_data: ByteArray,
+    registration: ReadySlots,
+    limits: Limits,
 ) -> tuple[Any, int]:
     """Returns a ``Loop`` of the native module, and the bytes of device memory that it has got. A point of the engine's
     stream must be recorded before it is used otherwise."""
-    calls = device.native_calls()
     is_staged = [kernel is not None and table.needs_gather for kernel, table in zip(calls.kernels, tables, strict=True)]
     largest = max((table.device_block_bytes for table in tables), default=0)
     stages = [

@@ -11,10 +11,10 @@ import numpy as np
 
 from kvoffload.abc import ByteArray, Transfer, TransferResult, TransferSpec
 from kvoffload.transfer.copies import Numbers
-from kvoffload.transfer.cuda.device import Device
+from kvoffload.transfer.cuda.cuda_device import CudaDevice
 from kvoffload.transfer.cuda.driver import NOT_READY, DriverError
 from kvoffload.transfer.cuda.limits import DEFAULT_LIMITS, Limits
-from kvoffload.transfer.cuda.native_loop import DIRECTIONS, FENCES, make_loop, new_events
+from kvoffload.transfer.cuda.native_loop import DIRECTIONS, FENCES, error_of, make_loop, new_events
 from kvoffload.transfer.cuda.pages import PageTable
 from kvoffload.transfer.cuda.slots import ReadySlots
 from kvoffload.units import format_bytes
@@ -44,7 +44,7 @@ class CudaTransfer(Transfer):
         self,
         tables: Sequence[PageTable],
         pool_data: ByteArray,
-        device: Device,
+        device: CudaDevice,
         registration: ReadySlots,
         *,
         limits: Limits = DEFAULT_LIMITS,
@@ -59,7 +59,7 @@ class CudaTransfer(Transfer):
         self._pool_data = pool_data
         self._registration = registration
         self._limits = limits
-        self._loop, staging_bytes = make_loop(device, tables, pool_data, registration, limits)
+        self._loop, staging_bytes = make_loop(device, device.native_calls(), tables, pool_data, registration, limits)
         self._said_batches_are_off = False
         self._thread_error: Exception | None = None
         self._is_closed = False
@@ -190,8 +190,4 @@ class CudaTransfer(Transfer):
         return True
 
     def _raise(self) -> None:
-        what, code, count, copy = self._loop.error
-        if count:
-            what += f" of {count} copies" + (f" at copy {copy}" if copy < count else "")
-        cause = self._thread_error or DriverError(what, "CUDA error", code)
-        raise RuntimeError("the device failed while blocks were copied") from cause
+        raise RuntimeError("the device failed while blocks were copied") from self._thread_error or error_of(self._loop)

@@ -28,7 +28,6 @@ import numpy.typing as npt
 from kvoffload.abc import ByteArray, DeviceSpec, LoadStoreSpec, PageGroup, Placement, TransferSpec
 from kvoffload.host.registration import Registration
 from kvoffload.transfer.cuda.cuda_device import CudaDevice
-from kvoffload.transfer.cuda.device import Device
 from kvoffload.transfer.cuda.driver import Driver
 from kvoffload.transfer.cuda.limits import Limits
 from kvoffload.transfer.cuda.pages import PageTable, page_table
@@ -211,7 +210,7 @@ class Fault(enum.Enum):
 class FailsOnce(WrappedDevice):
     """One call of the loop, at random, fails and enqueues nothing. What was enqueued before goes on."""
 
-    def __init__(self, inner: Device, rng: Random) -> None:
+    def __init__(self, inner: CudaDevice, rng: Random) -> None:
         super().__init__(inner)
         self._calls_left = rng.randrange(20, 200)
         self.has_failed = False
@@ -287,10 +286,10 @@ class Plan:
         )
 
 
-MakeDevice: TypeAlias = Callable[[Sequence[PageTable], Callable[[], int], str], Device]
+MakeDevice: TypeAlias = Callable[[Sequence[PageTable], Callable[[], int], str], CudaDevice]
 
 
-def make_device(tables: Sequence[PageTable], engine_stream: Callable[[], int], library: str) -> Device:
+def make_device(tables: Sequence[PageTable], engine_stream: Callable[[], int], library: str) -> CudaDevice:
     return CudaDevice(tables, 0, engine_stream, library=library)
 
 

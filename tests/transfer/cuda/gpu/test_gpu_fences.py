@@ -12,7 +12,7 @@ import pytest
 from benchmarks.gpu import cuda
 from benchmarks.gpu.rig import DelayedDevice, Layout, Rig, block_numbers, make_views, rig
 from kvoffload.abc import PageGroup
-from kvoffload.transfer.cuda.device import Device
+from kvoffload.transfer.cuda.cuda_device import CudaDevice
 from tests.transfer.cuda.calls import SUCCESS, WrappedDevice
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("warm_device")]
@@ -33,7 +33,7 @@ where_blocks_are_filled = pytest.mark.parametrize(
 )
 
 
-def delayed(*operations: str) -> Callable[[Device], Device]:
+def delayed(*operations: str) -> Callable[[CudaDevice], CudaDevice]:
     return lambda inner: DelayedDevice(inner, DELAY_S, operations)
 
 
@@ -112,7 +112,7 @@ def test_a_load_does_not_overtake_work_issued_before_the_forward_pass(layout: La
 class NoWaitForTheEngine(WrappedDevice):
     """A planted fault: no stream waits for events of the engine's stream."""
 
-    def __init__(self, inner: Device) -> None:
+    def __init__(self, inner: CudaDevice) -> None:
         super().__init__(inner)
         self._engine = inner.engine_stream()
         self._engine_events: set[int] = set()
