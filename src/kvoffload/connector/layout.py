@@ -67,6 +67,10 @@ class KeyLayout:
         self.states = tuple(g for g, group in enumerate(groups) if group.state)
         self.ahead = tuple(g for g, group in enumerate(groups) if group.lookahead)
         """The groups whose keys depend on tokens after a block."""
+        self._hashes_per_block = tuple(size // self.hash_block_size for size in self.block_tokens)
+        self._suffixes = tuple(make_offload_key(b"", g) for g in range(len(groups)))
+        self.is_plain = self.full == (0,) and len(groups) == 1 and not self.ahead
+        """Whether there is one group, with full attention and no lookahead."""
         self.traced = self.full[0] if self.full else 0
         """The group whose blocks are recorded in a trace."""
 
@@ -87,15 +91,18 @@ class KeyLayout:
         """Returns the index of the last block of group ``g`` that ends at token ``end`` or before; -1 if none does."""
         return end // self.block_tokens[g] - 1
 
-    def extend_keys(self, g: int, keys: list[OffloadKey], request: Request, namespace: bytes) -> None:
-        """Appends to the ``keys`` of group ``g`` those of blocks that became whole. ``namespace`` precedes block
+    def extend_keys(self, keys: Sequence[list[OffloadKey]], request: Request, namespace: bytes) -> None:
+        """Appends to the ``keys`` of each group those of the blocks that became whole. ``namespace`` precedes the block
         hashes."""
-        if g in self.ahead:
-            keys += [self.key(g, index, request, namespace) for index in range(len(keys), self.num_named(g, request))]
-        else:
-            per_block, suffix = self.block_tokens[g] // self.hash_block_size, make_offload_key(b"", g)
-            last = request.block_hashes[(len(keys) + 1) * per_block - 1 :: per_block]
-            keys += [namespace + block_hash + suffix for block_hash in last]
+        hashes = request.block_hashes
+        for g, of_group in enumerate(keys):
+            if g in self.ahead:
+                new = range(len(of_group), self.num_named(g, request))
+                of_group += [self.key(g, index, request, namespace) for index in new]
+            else:
+                per_block, suffix = self._hashes_per_block[g], self._suffixes[g]
+                for block_hash in hashes[(len(of_group) + 1) * per_block - 1 :: per_block]:
+                    of_group.append(namespace + block_hash + suffix)
 
     def key(self, g: int, index: int, request: Request, namespace: bytes) -> OffloadKey:
         """Returns the key of block ``index`` of group ``g`` of ``request``. ``namespace`` precedes the block hash."""

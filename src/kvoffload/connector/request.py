@@ -195,10 +195,11 @@ class RequestState:
 
     def extend_keys(self) -> bool:
         """Makes the keys of blocks that became whole. Returns False if those made before were of other tokens."""
-        is_same = self.blocks.extend_keys()
-        if not is_same and self.storing is Storing.REFUSED:
+        if self.blocks.extend_keys():
+            return True
+        if self.storing is Storing.REFUSED:
             self.storing = Storing.ALLOWED
-        return is_same
+        return False
 
     def take_match(self) -> Match | None:
         """Called when device blocks were allocated. Returns the lookup that the engine has acted on; None if there was
@@ -293,8 +294,7 @@ class RequestBlocks:
         elif num_hashes == before:
             return True
         self._num_hashes, self._last_hash = num_hashes, hashes[-1] if num_hashes else b""
-        for g, keys in enumerate(self.keys):
-            layout.extend_keys(g, keys, request, self.namespace)
+        layout.extend_keys(self.keys, request, self.namespace)
         return is_same
 
     def has_other_tokens(self, groups: Iterable[int] | None = None) -> bool:
@@ -350,6 +350,9 @@ class RequestBlocks:
         return [self.keys[g][i] for _, g, i in ends]
 
     def add_to_tables(self, tables: Sequence[Sequence[int]]) -> None:
+        if len(tables) == len(self.tables) == 1:
+            self.tables[0].extend(tables[0])
+            return
         for mine, new in zip(self.tables, tables, strict=True):
             mine.extend(new)
 
@@ -376,11 +379,20 @@ class RequestBlocks:
         token after those does not attend to may be gone. States are left out: no block table says where they are.
         """
         layout = self.layout
-        due: list[Block] = []
-        ends: list[int] = []
         tokens, most = self.request.num_tokens, self.max_stored_tokens
         if num_computed < tokens:
             tokens = num_computed
+        if layout.is_plain and (self.loaded is None or with_loaded):
+            # Decoding completes one block at a time, which is most of what a step costs.
+            size, factor = layout.block_tokens[0], layout.groups[0].block_size_factor
+            (first,), (keys,), (table,) = self.next_store, self.keys, self.tables
+            end = min(tokens // size, most // size, len(keys), len(table) // factor)
+            if end == first + 1:
+                device_blocks = table[first * factor : end * factor]
+                next_one = Block(0, first, keys[first], first * factor, device_blocks)
+                return [] if NULL_BLOCK in device_blocks else [next_one], (end,)
+        due: list[Block] = []
+        ends: list[int] = []
         for g, first in enumerate(self.next_store):
             if g in layout.states:
                 ends.append(first)
@@ -423,10 +435,17 @@ class RequestBlocks:
 
     def stored_up_to(self, next_store: tuple[int, ...]) -> None:
         """Notes that the blocks before ``next_store`` were given to ``prepare_store``."""
+        sizes = self.layout.block_tokens
+        if len(next_store) == 1 and not self.layout.states:
+            end = next_store[0] * sizes[0]
+            if next_store != self.next_store:
+                self.next_store, self.stored_end = next_store, end
+            self.store_at = end + sizes[0] if end + sizes[0] <= self.max_stored_tokens else NEVER
+            return
         if next_store != self.next_store:
             self.next_store = next_store
-            self.stored_end = max(map(mul, next_store, self.layout.block_tokens))
-        self.store_at = self._due_at(0) if len(next_store) == 1 else min(map(self._due_at, range(len(next_store))))
+            self.stored_end = max(map(mul, next_store, sizes))
+        self.store_at = min(map(self._due_at, range(len(next_store))))
 
     def _due_at(self, g: int) -> int:
         """Returns the number of computed tokens at which the next block of group ``g`` becomes due."""

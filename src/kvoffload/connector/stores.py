@@ -66,9 +66,11 @@ class DueList:
         """Adds a request that cannot be due before it has computed ``tokens`` more. With one, it comes out next."""
         if req_id in self._count_of:
             self.remove(req_id)
-        at = self._count + tokens
         if tokens > 1:
+            at = self._count + tokens
             at += -at % self._together
+        else:
+            at = self._count + 1
         self._count_of[req_id] = at
         self._by_count.setdefault(at, {})[req_id] = None
 
@@ -134,13 +136,14 @@ class StorePlanner:
         """Takes in the device blocks that the step gives to requests, and returns those that they write to. A request
         with a whole new table is looked at in its next step."""
         handed_out: list[int] = []
-        is_tracking = sound.origins is not None
+        found: Sequence[Sequence[int]] = ()
+        replaced, is_tracking = step.replaced, sound.origins is not None
         for req_id, new in step.block_ids.items():
-            state, found = requests.get(req_id), list[Sequence[int]]()
+            state, found = requests.get(req_id), ()
             if state is not None:
                 if state.filled.of_others:
                     state.filled.of_others = frozenset()
-                if req_id in step.replaced:
+                if req_id in replaced:
                     if is_tracking and state.has_copied_part:
                         state.storing = Storing.STALE
                     found, new = state.blocks.replace_tables(new)
@@ -278,7 +281,8 @@ class StorePlanner:
         if dues:
             self._store(dues)
         for due in dues:
-            self._look_again(due.state.context.req_id, due.state, due.num_computed)
+            if (store_at := due.state.blocks.store_at) != NEVER:
+                self._due.add(due.state.context.req_id, store_at - due.num_computed)
 
     def end_job(self, job: Job) -> bool:
         """Ends a store that all workers have reported."""
@@ -355,8 +359,10 @@ class StorePlanner:
         is_early = num_computed < blocks.store_at or state.request.num_tokens < blocks.store_at
         if is_early or state.phase is Phase.LOADING or not state.may_store:
             return None
-        if not state.extend_keys() and self.leaving is not None:
-            self.leaving.drop_tables(state)
+        if not blocks.extend_keys():
+            state.storing = Storing.ALLOWED if state.storing is Storing.REFUSED else state.storing
+            if self.leaving is not None:
+                self.leaving.drop_tables(state)
         found, next_store = blocks.due(num_computed, num_before, with_loaded=self.leaving is not None)
         return Due(state, num_computed, found, next_store)
 
@@ -397,23 +403,22 @@ class StorePlanner:
         """Makes one job of the blocks for which ``output`` has room."""
         refused = frozenset(output.refused_keys)
         new: DescribedBlocks = []
-        states: dict[int, RequestState] = {}
+        states: dict[RequestState, None] = {}
         blocks_of, traced = dict[int, int](), self._layout.traced
         # If two requests have the same block, the first one stores it.
-        wanted = dict.fromkeys(output.keys_to_store)
+        wanted = set(output.keys_to_store)
         for due in dues:
-            state = due.state
-            state.blocks.stored_up_to(due.next_store)
-            number = state.observed.number
+            state, blocks, number = due.state, due.state.blocks, due.state.observed.number
+            blocks.stored_up_to(due.next_store)
             for block in due.blocks:
                 key = block.key
                 if key in wanted:
-                    del wanted[key]
+                    wanted.remove(key)
                     new.append((state, block))
-                    states[id(state)] = state
-                    state.blocks.stored.append(key)
+                    states[state] = None
+                    blocks.stored.append(key)
                     if block.group == traced:
                         blocks_of[number] = blocks_of.get(number, 0) + 1
                 elif key in refused and block.group not in self._layout.states:
                     state.storing = Storing.REFUSED
-        self._jobs.add_store(new, list(states.values()), output, blocks_of)
+        self._jobs.add_store(new, list(states), output, blocks_of)
