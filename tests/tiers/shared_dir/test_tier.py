@@ -28,7 +28,6 @@ from kvoffload.tiers.shared_dir.background import REST_S, Repeating
 from kvoffload.tiers.shared_dir.foreign import IDLE_S, OpenSlabs, SeatView
 from kvoffload.tiers.shared_dir.seats import Claimant, Machine
 from kvoffload.tiers.shared_dir.tier import BAD_S, GONE_S
-from kvoffload.tiers.shared_dir.writer import LOOK_AROUND_S
 from tests.clock import Clock
 from tests.sim.storage import os_error
 from tests.tiers.disk.rig import FINGERPRINT, PAGE, content, key, spoil
@@ -373,31 +372,6 @@ def test_a_seat_that_cannot_be_used_does_not_keep_servers_from_starting(
     with pytest.raises(ConfigError, match="not enough for one block"):
         serve(capacity_bytes=4096)
     assert len(list((tmp_path / "shared").glob("writer-*"))) <= 3
-
-
-@pytest.mark.parametrize("name", ["index", "journal"])
-def test_a_header_that_was_damaged_is_repaired_by_its_owner(
-    serve: Serve, tmp_path: Path, clock: Clock, name: str
-) -> None:
-    one = serve()
-    one.write(1)
-    path = seat_of(one, tmp_path) / name
-    data = bytearray(path.read_bytes())
-    data[20] ^= 1
-    path.write_bytes(data)
-    two = serve()
-    two.tier.follow()
-    assert two.finds(1) == []
-    clock.now += LOOK_AROUND_S
-    for server in (one, one, two):
-        server.tier.keep()
-        server.run()
-    two.tier.follow()
-    assert two.read(1) == {1: None}
-    # What is written later is followed too.
-    one.write(2)
-    two.tier.follow()
-    assert two.read(1, 2) == {1: None, 2: None}
 
 
 def test_the_log_says_whose_blocks_cannot_be_used(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:

@@ -254,16 +254,6 @@ def read_header(storage: Storage, fingerprint: str) -> Header:
     return Header.unpack(read_fresh(storage, fingerprint, INDEX_NAME, HEADER_BYTES))
 
 
-def has_good_headers(storage: Storage, expected: Header) -> bool:
-    """Returns whether an index has the ``expected`` header on the medium, and its journal a valid one. Raises
-    OSError."""
-    try:
-        JournalHeader.unpack(read_fresh(storage, expected.fingerprint, JOURNAL_NAME, JOURNAL_HEADER_BYTES))
-        return read_header(storage, expected.fingerprint) == expected
-    except FormatError:
-        return False
-
-
 def read_record(storage: Storage, fingerprint: str, slot: int) -> ByteArray:
     """Returns the record of a slot as it is on the medium now, fewer bytes if there is none. Raises OSError."""
     at = record_offset(slot)
