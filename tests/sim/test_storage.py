@@ -18,8 +18,8 @@ from kvoffload.tiers.disk.directory import DirectoryStorage
 from kvoffload.tiers.disk.storage import Storage, StoredFile
 from tests.clock import Clock
 from tests.sim.executor import Killed, SteppedExecutor
-from tests.sim.shared_storage import Mount, NfsServer
-from tests.sim.storage import PAGE, FaultRates, FaultyStorage, SimulatedStorage
+from tests.sim.shared_storage import LOCAL, Mount, NfsClient, NfsServer, SimulatedStorage
+from tests.sim.storage import PAGE, FaultRates, FaultyStorage
 
 
 def pattern(nbytes: int, seed: int = 0) -> ByteArray:
@@ -143,21 +143,13 @@ def test_a_removed_file_takes_room_while_it_is_open() -> None:
 def test_one_owner_at_a_time() -> None:
     storage = SimulatedStorage(10 * PAGE)
     storage.lock()
-    storage.lock()
     successor = storage.restart()
-    other = successor.restart()
-    other.lock()
+    successor.lock()
+    other = NfsClient(successor.server, LOCAL).storage()
     with pytest.raises(ConfigError, match="dir: another"):
-        _sharing(other).lock()
-    other.close()
-    _sharing(other).lock()
-
-
-def _sharing(storage: SimulatedStorage) -> SimulatedStorage:
-    """Returns the storage of another process on the same medium, while the first one lives."""
-    other = SimulatedStorage(0)
-    other.medium = storage.medium
-    return other
+        other.lock()
+    successor.close()
+    other.lock()
 
 
 def test_a_medium_that_is_mounted_read_only() -> None:
@@ -185,10 +177,9 @@ def test_written_bytes_survive_a_kill() -> None:
     storage.lock()
     file = new_file(storage, PAGE)
     file.write([pattern(PAGE)], 0)
-    storage.kill()
+    later = storage.restart()
     assert error_of(file.size) == errno.EBADF
     assert error_of(storage.folders) == errno.EBADF
-    later = storage.restart()
     later.lock()
     assert np.array_equal(read(later.open("f", "x"), PAGE), pattern(PAGE))
 

@@ -14,7 +14,8 @@ from kvoffload.tiers.disk.blockio import HANDOVER_S, Batch, BlockIO, Done
 from kvoffload.tiers.disk.format import FACTS, HEADER_BYTES, RECORD_BYTES, parse_records
 from kvoffload.tiers.disk.recovery import open_files
 from tests.sim.executor import SteppedExecutor
-from tests.sim.storage import FaultRates, FaultyStorage, SimulatedStorage
+from tests.sim.shared_storage import SimulatedStorage
+from tests.sim.storage import FaultRates, FaultyStorage
 from tests.tiers.disk.rig import FINGERPRINT, PAGE, capacity
 
 NUM_SLOTS = 12

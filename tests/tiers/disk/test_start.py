@@ -22,7 +22,8 @@ from kvoffload.tiers.disk.layout import SlotLayout
 from kvoffload.tiers.disk.maintenance import RECENCY_S, RETRY_S
 from kvoffload.tiers.disk.start import open_disk_tier
 from kvoffload.tiers.disk.storage import StoredFile
-from tests.sim.storage import FaultRates, FaultyStorage, SimulatedStorage
+from tests.sim.shared_storage import SimulatedStorage
+from tests.sim.storage import FaultRates, FaultyStorage
 from tests.tiers.conftest import Mounts
 from tests.tiers.disk.records import pack_record
 from tests.tiers.disk.rig import FINGERPRINT, OTHERS, PAGE, Rig, capacity, content, du, header_of, key, patch
@@ -625,15 +626,15 @@ class SlowToFree(SimulatedStorage):
     late_bytes = asked = 0
 
     def remove(self, folder: str, name: str) -> None:
-        before = self.medium.used_bytes
+        before = self.used_bytes
         super().remove(folder, name)
-        self.late_bytes, self.asked = before - self.medium.used_bytes, 0
-        self.medium.capacity_bytes -= self.late_bytes
+        self.late_bytes, self.asked = before - self.used_bytes, 0
+        self.capacity_bytes -= self.late_bytes
 
     def free_bytes(self) -> int:
         self.asked += 1
         if self.asked == 3:
-            self.medium.capacity_bytes += self.late_bytes
+            self.capacity_bytes += self.late_bytes
             self.late_bytes = 0
         return super().free_bytes()
 

@@ -36,7 +36,8 @@ from kvoffload.tiers.disk.storage import StoredFile
 from kvoffload.tiers.disk.tier import DiskSettings, DiskTier
 from kvoffload.tiers.limited_log import WARNING_INTERVAL_S
 from tests.sim.executor import Killed
-from tests.sim.storage import FaultRates, FaultyStorage, SimulatedStorage
+from tests.sim.shared_storage import SimulatedStorage
+from tests.sim.storage import FaultRates, FaultyStorage
 from tests.tiers.disk.records import pack_record
 from tests.tiers.disk.rig import (
     FINGERPRINT,
