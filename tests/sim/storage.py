@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -97,9 +96,8 @@ class FaultyStorage(Storage):
     """Forwards every call to ``inner``, and injects faults that ``seed`` chooses while ``active`` is True.
 
     ``read_only``: from now on nothing can be written (EROFS). ``kill_at``: the operation of this number, counted from
-    0, ends half done with Killed, as does every later one. ``stall`` is called to hang; by default it sleeps
-    ``stall_s``, or until ``active`` is set to False. ``injected`` counts the faults by name, ``operations`` all
-    operations.
+    0, ends half done with Killed, as does every later one. ``stall`` is called to hang. ``injected`` counts the faults
+    by name, ``operations`` all operations.
     """
 
     def __init__(
@@ -107,8 +105,7 @@ class FaultyStorage(Storage):
         inner: Storage,
         seed: int = 0,
         rates: FaultRates = FaultRates(),
-        stall: Callable[[], None] | None = None,
-        stall_s: float = 1.0,
+        stall: Callable[[], None] = lambda: None,
     ) -> None:
         self.inner = inner
         self.rates = rates
@@ -117,8 +114,8 @@ class FaultyStorage(Storage):
         self.operations = 0
         self.injected: Counter[str] = Counter()
         self.random = Random(seed)
-        self._calm = threading.Event()
-        self.stall = stall or (lambda: bool(self._calm.wait(stall_s)))
+        self.stall = stall
+        self.active = True
 
     @property
     def read_only(self) -> bool:
@@ -127,17 +124,6 @@ class FaultyStorage(Storage):
     @read_only.setter
     def read_only(self, read_only: bool) -> None:
         self._read_only = read_only
-
-    @property
-    def active(self) -> bool:
-        return not self._calm.is_set()
-
-    @active.setter
-    def active(self, active: bool) -> None:
-        if active:
-            self._calm.clear()
-        else:
-            self._calm.set()
 
     try_lock, child, reopened = _forwarded("try_lock"), _forwarded("child"), _forwarded("reopened")
     folders, files = _forwarded("folders"), _forwarded("files")

@@ -171,6 +171,9 @@ def breaker_that_never_closes(monkeypatch: pytest.MonkeyPatch) -> type[SharedMed
 def breaker_that_never_opens(monkeypatch: pytest.MonkeyPatch) -> type[SharedMedium]:
     monkeypatch.setattr(CircuitBreaker, "_add_failures", lambda breaker, failures, now: None)
     monkeypatch.setattr(CircuitBreaker, "detect_hang", lambda breaker, under_way, now: False)
+    # A process that does not answer is not ended either.
+    monkeypatch.setattr(link, "LOOKUP_DEADLINE_S", 1e9)
+    monkeypatch.setattr(link, "TRANSFER_DEADLINE_S", 1e9)
     return StoreMedium
 
 
@@ -292,7 +295,7 @@ BUGS: dict[Bug, tuple[tuple[type[Exception], ...], int]] = {
     reset_deletes_the_blocks_of_others: ((DeletedOthers,), 11),
     breaker_that_never_closes: ((NotFound,), 10),
     breaker_that_never_opens: ((Costly,), 10),
-    old_process_goes_on: ((WrongBytes,), 10),
+    old_process_goes_on: ((WrongBytes,), 11),
     misses_remembered_for_good: ((NotFound,), 6),
     a_block_left_out: ((Unreachable,), 1),
     store_asked_on_the_schedulers_thread: ((Blocked,), 0),

@@ -18,11 +18,10 @@ from kvoffload.testing.conformance import keys
 from kvoffload.testing.tier_conformance import SharedTierConformance, TierConformance, watched
 from kvoffload.tiers.executor import Executor
 from kvoffload.tiers.remote.client import Outcome
-from kvoffload.tiers.remote.memory import ValueMemory
 from kvoffload.tiers.remote.messages import Op, Response
 from kvoffload.tiers.remote.record import ValueFormat
 from kvoffload.tiers.remote.tier import RemoteTier
-from kvoffload.tiers.remote.worker import StoreWorker
+from kvoffload.tiers.remote.worker import StoreWorker, ValueMemory
 from tests.sim.executor import SteppedExecutor
 from tests.sim.memory_tier import MemoryTier, checksum_of
 from tests.sim.stores import ClientState, SimulatedClient, SimulatedStarter, SimulatedStore, StoreFaults

@@ -205,7 +205,7 @@ def test_a_job_with_a_bug_reports_all_of_its_blocks(rig: Rig, monkeypatch: pytes
         raise ValueError("planted")
 
     monkeypatch.setattr(blockio, "pack_records", fail)
-    monkeypatch.setattr(blockio, "are_damaged", fail)
+    monkeypatch.setattr(blockio, "payload_checksums", fail)
     assert rig.write(3, 4) == dict.fromkeys((3, 4), TierError.IO)
     assert rig.read(1, 2) == dict.fromkeys((1, 2), TierError.IO)
     assert (rig.io.num_reading, rig.io.num_writing) == (0, 0)

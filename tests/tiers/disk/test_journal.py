@@ -18,7 +18,6 @@ from kvoffload.tiers.disk.journal import (
     MIN_ENTRIES,
     Journal,
     JournalHeader,
-    changed_blocks,
     digests_of,
     journal_bytes,
     num_entries_for,
@@ -124,19 +123,6 @@ def test_the_ring_wraps_and_a_follower_that_fell_behind_notices() -> None:
     assert behind
 
 
-def test_more_changes_than_half_of_the_ring_begin_an_epoch() -> None:
-    rig = Rig()
-    rig.write()
-    rig.follow()
-    for slot in range(MIN_ENTRIES // 2 + 1):
-        rig.journal.note(slot, record(slot + 1))
-    rig.write()
-    assert rig.follow() is None
-    rig.journal.note(3, record(5))
-    rig.write()
-    assert rig.follow() == {3: digest(5)}
-
-
 def test_notes_are_bounded_and_what_is_lost_begins_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal, "MAX_PENDING", 3)
     rig = Rig()
@@ -222,16 +208,6 @@ def test_the_size_of_the_ring_is_bounded() -> None:
         assert journal_bytes(count) == JOURNAL_HEADER_BYTES + count * ENTRY_BYTES <= (4 << 20) + 4096
         with_journal, without = SlotLayout(4096, 8, count), SlotLayout(4096, 8)
         assert with_journal.bytes_of(9) == without.bytes_of(9) + journal_bytes(count), "it is within the budget"
-
-
-def test_blocks_of_an_index_are_those_of_its_generation() -> None:
-    other = Header(HEADER.fingerprint, HEADER.slot_bytes, HEADER.slots_per_slab, HEADER.generation + 1)
-    stale = pack_record(other, key(9), sequence=1, stored_at=1, payload_checksum=9)
-    data = np.concatenate([record(1), EMPTY_RECORD, stale, record(2), record(3)[:100]])
-    slots, digests, checksums = changed_blocks(HEADER, data, 10)
-    assert slots.tolist() == [10, 13]
-    assert digests.tolist() == [digest(1), digest(2)]
-    assert checksums.tolist() == [1, 2]
 
 
 def test_close_does_not_wait_for_a_write_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:

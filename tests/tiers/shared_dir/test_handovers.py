@@ -81,86 +81,6 @@ class Counting(DirectoryStorage):
         return super().folders()
 
 
-@pytest.mark.parametrize("is_handed_over", [True, False])
-def test_the_journal_is_written_as_soon_as_a_block_is_that_is_handed_over(
-    woken: Callable[..., Woken], is_handed_over: bool
-) -> None:
-    """Other blocks, which are the control, are in the next journal."""
-    one, two = woken(), woken()
-    one.tier.write([key(1), key(2)], slots(2))
-    if is_handed_over:
-        assert one.tier.hand_over([key(1), key(2)]) == one.tier.seat.name
-        one.wake_up()
-    one.run()
-    assert one.wake_up() == is_handed_over
-    two.tier.follow()
-    assert two.finds(1, 2) == [1, 2] * is_handed_over
-
-
-def test_what_is_written_already_is_in_the_journal_at_once(woken: Callable[..., Woken]) -> None:
-    one, two = woken(), woken()
-    one.put(1)
-    assert one.wake_up() == 0
-    one.tier.hand_over([key(1)])
-    assert one.wake_up() == 1
-    two.tier.follow()
-    assert two.finds(1) == [1]
-
-
-@pytest.mark.parametrize("looks", [True, False])
-def test_a_server_that_waits_follows_the_seat_at_once(woken: Callable[..., Woken], clock: Clock, looks: bool) -> None:
-    one, two = woken(), woken()
-    clock.now += FOLLOW_S
-    two.wake_up()
-    one.tier.hand_over([key(1)])
-    one.put(1)
-    one.wake_up()
-    if looks:
-        two.tier.look_for([key(1)], one.tier.seat.name, PAUSE_S)
-    assert two.wake_up() == looks
-    assert two.finds(1) == [1] * looks
-    # It looks no more often than it is told.
-    one.put(2)
-    one.tier.hand_over([key(2)])
-    one.wake_up()
-    two.tier.look_for([key(2)], one.tier.seat.name, PAUSE_S)
-    assert two.wake_up() == (not looks)
-    clock.now += 2 * PAUSE_S
-    two.tier.look_for([key(2)], one.tier.seat.name, PAUSE_S)
-    two.wake_up()
-    assert two.finds(1, 2) == [1, 2]
-
-
-def test_requests_that_wait_for_two_servers_follow_both(woken: Callable[..., Woken], clock: Clock) -> None:
-    """Whoever has woken the follower: one of them did not find its blocks before the next pass."""
-    one, two, reader = woken(), woken(), woken()
-    clock.now += FOLLOW_S
-    reader.wake_up()
-    for number, server in enumerate((one, two), 1):
-        server.tier.hand_over([key(number)])
-        server.put(number)
-        server.wake_up()
-    for _ in range(3):
-        clock.now += 2 * PAUSE_S
-        for number, server in enumerate((one, two), 1):
-            reader.tier.look_for([key(number)], server.tier.seat.name, PAUSE_S)
-        reader.wake_up()
-    assert reader.finds(1, 2) == [1, 2]
-
-
-def test_a_server_that_has_just_started_is_followed_at_once(woken: Callable[..., Woken], clock: Clock) -> None:
-    reader = woken()
-    assert FOLLOW_S > 10 * PAUSE_S
-    one = woken()
-    one.tier.hand_over([key(1)])
-    one.put(1)
-    one.wake_up()
-    clock.now += 2 * PAUSE_S
-    reader.tier.look_for([key(1)], one.tier.seat.name, PAUSE_S)
-    assert reader.wake_up() == 1
-    assert reader.finds(1) == [1]
-
-
 @pytest.mark.parametrize(
     "place",
     [
@@ -196,16 +116,6 @@ def test_a_place_that_is_no_seat_does_no_harm(
     clock.now += FOLLOW_S
     two.wake_up()
     assert two.finds(1) == [1]
-
-
-def test_the_own_seat_is_not_followed(woken: Callable[..., Woken], clock: Clock) -> None:
-    one = woken()
-    one.put(1)
-    one.tier.keep()
-    clock.now += FOLLOW_S
-    one.tier.look_for([key(2)], one.tier.seat.name, PAUSE_S)
-    one.wake_up()
-    assert len(one.tier.blocks) == 0
 
 
 def test_names_of_unknown_seats_have_the_directory_listed_once_per_pass(

@@ -32,7 +32,6 @@ from kvoffload.tiers.disk.format import (
     MAX_SECONDS,
     Facts,
     Header,
-    are_damaged,
     pack_records,
     payload_checksums,
 )
@@ -271,7 +270,7 @@ class BlockIO(BlockJobs):
         of those that cannot be used. The others keep theirs: a write per read would cost half of the speed."""
         first, stop = spans[0][0], spans[-1][1]
         mine = batch.part(first, stop)
-        is_bad = are_damaged(header, mine.keys, blocks[first:stop], mine.facts["payload_checksum"])
+        is_bad = payload_checksums(header, mine.keys, blocks[first:stop]) != mine.facts["payload_checksum"]
         is_bad[[i - first for i in problems]] = True
         corrupt = np.flatnonzero(is_bad).tolist()
         if not self._abandoned and not self._files.read_only:

@@ -95,7 +95,6 @@ class Maintenance:
         return self.poll()
 
     def _end_growth(self, error: Exception | None) -> Slots:
-        """Returns the new slots."""
         before = self._num_slots
         if error is None:
             self._num_slots = self._files.num_allocated

@@ -251,7 +251,6 @@ class _FingerprintFolder(FolderReport):
 
     @property
     def _own_files(self) -> dict[str, os.stat_result]:
-        """The files of the tier."""
         return {
             name: status for name, status in self._files.items() if stat.S_ISREG(status.st_mode) and is_block_file(name)
         }

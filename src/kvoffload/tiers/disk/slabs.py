@@ -58,7 +58,6 @@ class Slabs:
         return num_found
 
     def _open_found(self, number: int, num_slots: int) -> int:
-        """Returns how many slots of the slab can be used."""
         left = num_slots - number * self._slots_per_slab
         if left <= 0:
             return 0

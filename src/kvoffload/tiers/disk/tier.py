@@ -188,10 +188,10 @@ class DiskTier(RenewableTier):
         return TierStats(files.capacity_bytes, catalog.num_blocks, files.used_bytes, catalog.num_evicted)
 
     def tenant_uses(self) -> Sequence[TenantUse]:
-        return self.catalog.tenant_uses()
+        return self.catalog.manager.tenant_uses()
 
     def most_blocks(self, key: OffloadKey) -> int:
-        return self.catalog.most_blocks(key)
+        return self.catalog.manager.most_blocks(key)
 
     @property
     def is_busy(self) -> bool:
@@ -275,7 +275,6 @@ class DiskTier(RenewableTier):
         return self._end([run for run in done if run.is_read]) + self._end([run for run in done if not run.is_read])
 
     def _end(self, done: Sequence[Done]) -> list[TierResult]:
-        """Ends transfers of one kind."""
         if not done:
             return []
         results = [result for run in done for result in run.results]
@@ -342,7 +341,7 @@ class DiskTier(RenewableTier):
         weights than that process will load."""
         if self._closed:
             return
-        self.catalog.reset()
+        self.catalog.manager.reset()
         self._note_retained()
         index = self.files.index
         index.header = replace(index.header, generation=self._new_generation(), transient=True)
@@ -363,7 +362,7 @@ class DiskTier(RenewableTier):
     def give_up(self) -> None:
         self.files.read_only = True
         self._io.abandon()
-        self.catalog.reset()
+        self.catalog.manager.reset()
 
     def close(self) -> None:
         if self._closed:
@@ -373,7 +372,7 @@ class DiskTier(RenewableTier):
         all_ended = self._executor.close(CLOSE_DEADLINE_S)
         self._unreported += self._take_results()
         self._note_retained()
-        self.catalog.reset()
+        self.catalog.manager.reset()
         if not all_ended or not self._finish(FINISH_DEADLINE_S):
             # A thread hangs in a call. Its descriptors stay open, so that none comes to name another file. The lock
             # stays, too: the thread may still write when it continues.
@@ -401,5 +400,5 @@ class DiskTier(RenewableTier):
         return not thread.is_alive()
 
     def check_integrity(self) -> None:
-        self.catalog.check_integrity()
+        self.catalog.manager.check_integrity()
         super().check_integrity()

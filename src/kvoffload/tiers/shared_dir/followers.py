@@ -219,7 +219,6 @@ class _FollowedSeat:
         self._journal = journal
 
     def _scan(self, index: StoredFile, view: SeatView) -> None:
-        """Fills ``view`` with the blocks that the index has."""
         most = self._blocks.max_slots(self.number)
         for first in range(0, most, RECORDS_PER_READ):
             count = min(RECORDS_PER_READ, most - first)

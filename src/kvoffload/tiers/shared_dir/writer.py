@@ -8,7 +8,8 @@ import threading
 from collections.abc import Callable
 
 from kvoffload.abc import ConfigError
-from kvoffload.tiers.disk.storage import Storage
+from kvoffload.tiers.disk.format import HEADER_BYTES, INDEX_NAME, JOURNAL_NAME
+from kvoffload.tiers.disk.storage import Storage, read_fresh
 from kvoffload.tiers.disk.tier import DiskTier
 from kvoffload.tiers.shared_dir.background import Rest
 from kvoffload.tiers.shared_dir.seats import BEAT_S, SILENT_S, GoneSeats, Seat, SeatState
@@ -67,7 +68,10 @@ class Writer:
             try:
                 self._gone.look_around()
                 self.own.files.remove_excess()
+                for name in (INDEX_NAME, JOURNAL_NAME):
+                    read_fresh(self.seat.storage, self.own.files.folder.name, name, HEADER_BYTES)
             except OSError as error:
+                self.seat.is_lost = error.errno in VANISHED_ERRORS
                 logger.debug("kvoffload: shared directory: folders cannot be looked at (%s)", error)
 
     def end(self) -> None:
@@ -132,7 +136,6 @@ class Renewal:
             logger.debug("kvoffload: shared directory: no new folder (%s)", error)
 
     def _drop(self, opened: Writer) -> None:
-        """Closes a writer, unless it was taken meanwhile."""
         with self._lock:
             if self._next is not opened:
                 return
