@@ -138,6 +138,17 @@ def test_a_block_dropped_in_transfer_keeps_its_slot_until_the_transfer_ends(how:
     assert present(catalog) == [0, 2]
 
 
+def test_failed_transfers_leave_no_block() -> None:
+    catalog = make()
+    write(catalog, 0, 1)
+    names, _, slots = catalog.begin_reads(keys(0, 1), host_slots(2))
+    assert catalog.end_reads(names, slots, np.array([True, False])).tolist() == []
+    _, _, slots = catalog.begin_writes(keys(2, 3), host_slots(2), 2)
+    assert catalog.end_writes(slots, np.array([False, True])).tolist() == []
+    assert present(catalog) == [0, 3]
+    catalog.manager.check_integrity()
+
+
 def test_slots_exist_when_they_were_added() -> None:
     catalog = Catalog(8, 4096, "lru", grows=True)
     assert (catalog.num_available, catalog.num_blocks) == (0, 0)

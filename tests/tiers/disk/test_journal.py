@@ -123,6 +123,19 @@ def test_the_ring_wraps_and_a_follower_that_fell_behind_notices() -> None:
     assert behind
 
 
+def test_more_changes_than_half_of_the_ring_begin_an_epoch() -> None:
+    rig = Rig()
+    rig.write()
+    rig.follow()
+    for slot in range(MIN_ENTRIES // 2 + 1):
+        rig.journal.note(slot, record(slot + 1))
+    rig.write()
+    assert rig.follow() is None
+    rig.journal.note(3, record(5))
+    rig.write()
+    assert rig.follow() == {3: digest(5)}
+
+
 def test_notes_are_bounded_and_what_is_lost_begins_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal, "MAX_PENDING", 3)
     rig = Rig()

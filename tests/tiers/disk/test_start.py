@@ -127,7 +127,9 @@ def test_a_read_only_disk_serves_its_blocks_with_one_warning(simulated: Rig, cap
     tier = simulated.open(faulty, capacity_bytes=capacity(3))
     assert simulated.write(20) == []
     assert simulated.present() == list(range(8)), "what is beyond the budget cannot be removed"
-    tier = simulated.open(FaultyStorage(ro(storage.restart())), capacity_bytes=BUDGET)
+    again = FaultyStorage(ro(storage.restart()))
+    again.read_only = True
+    tier = simulated.open(again, capacity_bytes=BUDGET)
     simulated.check_reads(*range(8))
     assert simulated.write(20) == []
     tier.touch([key(1)])
@@ -139,7 +141,7 @@ def test_a_read_only_disk_serves_its_blocks_with_one_warning(simulated: Rig, cap
     assert simulated.present() == []
     tier.close()
     assert faulty.operations > before
-    assert faulty.injected["read_only"] == 0, "no write may be tried"
+    assert faulty.injected["read_only"] == again.injected["read_only"] == 0, "no write may be tried"
     assert [("read-only" in warning) for warning in warnings(caplog)] == [True, True]
     simulated.opened = None
     simulated.open(storage.restart().restart())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -22,9 +21,7 @@ from kvoffload.tiers.disk import index
 from kvoffload.tiers.disk import tier as disk
 from kvoffload.tiers.disk.directory import DirectoryStorage
 from kvoffload.tiers.disk.format import (
-    HEADER_BYTES,
     RECORD_BYTES,
-    parse_records,
     payload_checksum,
     record_offset,
 )
@@ -77,21 +74,6 @@ def test_recency_outlives_a_restart(rig: Rig, pieces: int, monkeypatch: pytest.M
     assert rig.present() == [5, 10, 11, 12, 13, 14, 15, 16]
 
 
-def test_the_age_of_a_block_is_that_of_its_write(rig: Rig) -> None:
-    rig.open(wall_clock=lambda: 1234.5)
-    rig.write(1, 2)
-    rig.open(wall_clock=lambda: 9999.0)
-    for _ in range(3):
-        rig.read(2)
-    rig.open()
-    entries = parse_records(header_of(rig), np.fromfile(rig.folder / "index", dtype=np.uint8)[HEADER_BYTES:])
-    found = zip(entries.keys, entries.records, strict=True)
-    assert {name: int(r["stored_at"]) for name, r in found} == {
-        key(1): 1234,
-        key(2): 1234,
-    }
-
-
 def test_the_newer_of_two_records_of_a_key_counts(rig: Rig) -> None:
     rig.open()
     rig.write(1, 2)
@@ -112,27 +94,6 @@ def test_the_newer_of_two_records_of_a_key_counts(rig: Rig) -> None:
 
 
 # Only bytes that were written come back.
-
-
-@pytest.mark.parametrize("name", ["index", "slab-00000"])
-def test_truncated_files_give_misses(rig: Rig, name: str) -> None:
-    rig.open()
-    rig.write(*range(8))
-    rig.tier.close()
-    whole = rig.path.with_name("whole")
-    shutil.copytree(rig.path, whole)
-    size = (rig.folder / name).stat().st_size
-    # Bytes of a checksum that were cut off read as zeros, which they may have been: all eight are cut off.
-    for cut in (0, 1, 100, size // 3, size // 2, size - 129, size - 8, size):
-        shutil.rmtree(rig.path)
-        shutil.copytree(whole, rig.path)
-        os.truncate(rig.folder / name, cut)
-        rig.open()
-        there = rig.present()
-        assert len(there) == 8 if cut == size else len(there) < 8
-        rig.check_reads(*there)
-        rig.write(*range(8))
-        rig.check_reads(*range(8))
 
 
 @pytest.mark.parametrize("change", [{"slot_bytes": (8192,)}, {"slots_per_slab": 99}])
@@ -264,18 +225,6 @@ def test_a_budget_without_room_for_a_block_is_refused(rig: Rig) -> None:
     rig.open(capacity_bytes=capacity(1))
     rig.write(1)
     rig.check_reads(1)
-
-
-def test_a_budget_beyond_the_medium_is_refused(tmp_path: Path) -> None:
-    storage = SimulatedStorage(1 << 20)
-    rig = Rig(tmp_path / "none", capacity_bytes=2 << 20)
-    with pytest.raises(ConfigError, match=r"^bytes=2097152 \(2 MiB\).*can give only 1\.1 MiB"):
-        rig.open(storage)
-    rig.open(storage, capacity_bytes=1 << 20)
-    for start in range(0, 250, 50):
-        rig.write(*range(start, start + 50))
-    rig.open(storage.restart())
-    assert storage.used_bytes > 850 << 10
 
 
 # When the medium fails.

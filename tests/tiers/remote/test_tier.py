@@ -14,6 +14,7 @@ from kvoffload.tiers.remote import tier as remote_tier
 from kvoffload.tiers.remote.known import MISSING_TTL_S, PRESENT_TTL_S, RETRY_S
 from kvoffload.tiers.remote.link import (
     FIRST_PAUSE_S,
+    LOOKUP_DEADLINE_S,
     MAX_FAILURE_GAP_S,
     MAX_PAUSE_S,
     MIN_FAILURES,
@@ -198,6 +199,16 @@ def test_blocks_in_flight_are_bounded_and_share_requests(monkeypatch: pytest.Mon
     rig.tier.check_integrity()
 
 
+def test_a_key_is_moved_once_at_a_time() -> None:
+    rig = Rig()
+    rig.stored(KEYS[:1])
+    assert rig.read(KEYS[:1]) == KEYS[:1]
+    assert rig.read(KEYS[:1]) == []
+    assert rig.write(KEYS[1:2]) == KEYS[1:2]
+    assert rig.write(KEYS[1:2]) == []
+    assert rig.states(KEYS[1:2]) == [MISS], "it is not asked for before its write was reported"
+
+
 # Delete and reset.
 
 
@@ -215,6 +226,21 @@ def test_a_lookup_under_way_does_not_bring_a_deleted_block_back() -> None:
 # Deadlines and restarts.
 
 
+def test_a_lookup_has_a_shorter_deadline() -> None:
+    rig = Rig()
+    rig.tier.contains(KEYS[2:4])
+    rig.step()
+    rig.tier.contains(KEYS[:2])
+    rig.pass_time(LOOKUP_DEADLINE_S - 1)
+    rig.pass_time(0)
+    assert rig.tier.num_failed_lookups == 0
+    rig.pass_time(1)
+    rig.pass_time(0)
+    assert rig.tier.num_failed_lookups == 1
+    rig.pass_time(FIRST_PAUSE_S)
+    assert rig.process.num_starts == 2
+
+
 def test_pauses_between_restarts_grow_up_to_a_bound() -> None:
     rig = Rig()
     rig.process.is_reachable = False
@@ -228,6 +254,21 @@ def test_pauses_between_restarts_grow_up_to_a_bound() -> None:
         pauses.append(rig.now - begun)
     assert pauses[:4] == [FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S, 8 * FIRST_PAUSE_S]
     assert pauses[-2:] == [MAX_PAUSE_S] * 2
+
+
+def test_an_answer_of_the_store_makes_pauses_short_again() -> None:
+    rig = Rig()
+    for _ in range(5):
+        rig.process.kill()
+        rig.tier.poll()
+        rig.pass_time(MAX_PAUSE_S)
+        rig.pass_time(0)
+    rig.stored(KEYS[:1])
+    rig.process.kill()
+    rig.tier.poll()
+    starts = rig.process.num_starts
+    rig.pass_time(FIRST_PAUSE_S)
+    assert rig.process.num_starts == starts + 1
 
 
 def test_a_process_that_never_reaches_the_store_is_replaced() -> None:

@@ -13,7 +13,6 @@ import pytest
 
 from kvoffload.abc import Slots
 from kvoffload.tiers.disk.directory import DirectoryStorage
-from kvoffload.tiers.shared_dir import background
 from kvoffload.tiers.shared_dir.background import Repeating
 from kvoffload.tiers.shared_dir.followers import FOLLOW_S
 from kvoffload.tiers.shared_dir.seats import MAX_SEATS, seat_name
@@ -131,6 +130,30 @@ def test_names_of_unknown_seats_have_the_directory_listed_once_per_pass(
     assert Counting.counts["listed"] <= 1
 
 
+@pytest.mark.parametrize("looks", [True, False])
+def test_a_server_that_waits_follows_the_seat_at_once(woken: Callable[..., Woken], clock: Clock, looks: bool) -> None:
+    one, two = woken(), woken()
+    clock.now += FOLLOW_S
+    two.wake_up()
+    one.tier.hand_over([key(1)])
+    one.put(1)
+    one.wake_up()
+    if looks:
+        two.tier.look_for([key(1)], one.tier.seat.name, PAUSE_S)
+    assert two.wake_up() == looks
+    assert two.finds(1) == [1] * looks
+    # It looks no more often than it is told.
+    one.put(2)
+    one.tier.hand_over([key(2)])
+    one.wake_up()
+    two.tier.look_for([key(2)], one.tier.seat.name, PAUSE_S)
+    assert two.wake_up() == (not looks)
+    clock.now += 2 * PAUSE_S
+    two.tier.look_for([key(2)], one.tier.seat.name, PAUSE_S)
+    two.wake_up()
+    assert two.finds(1, 2) == [1, 2]
+
+
 def test_blocks_that_never_come_are_forgotten(woken: Callable[..., Woken], monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest ones of many: their journal is written with the next one only."""
     monkeypatch.setattr("kvoffload.tiers.shared_dir.tier.MAX_HANDED_OVER", 3)
@@ -158,35 +181,3 @@ def test_a_thread_that_is_woken_goes_on_at_once() -> None:
         assert calls.acquire(timeout=TEST_DEADLINE_S)
     finally:
         thread.stop(TEST_DEADLINE_S)
-
-
-def test_a_thread_that_is_stopped_as_it_begins_another_round_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between its look at whether it is stopped and the moment at which it forgets that it was woken."""
-    stopping: list[Callable[[], None]] = []
-
-    class Event(threading.Event):
-        def clear(self) -> None:
-            if stopping:
-                stopping.pop()()
-            super().clear()
-
-    class Events:
-        """The module ``threading`` with this event."""
-
-        Thread = threading.Thread
-
-    Events.Event = Event  # type: ignore[attr-defined]
-    monkeypatch.setattr(background, "threading", Events)
-    finished, calls = threading.Event(), threading.Semaphore(0)
-    thread = Repeating("test", calls.release, 4 * TEST_DEADLINE_S, finished.set)
-    assert calls.acquire(timeout=TEST_DEADLINE_S)
-
-    def stop() -> None:
-        # From another thread, as always. This one goes on when it has said so.
-        stopper = threading.Thread(target=thread.stop, args=(0.0,))
-        stopper.start()
-        stopper.join()
-
-    stopping.append(stop)
-    thread.wake()
-    assert finished.wait(TEST_DEADLINE_S)
