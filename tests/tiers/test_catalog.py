@@ -12,10 +12,7 @@ from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.table import BlockTable
 from kvoffload.tiers.catalog import RESTORED_AT_ONCE, Catalog
 from tests.native.twins import PlainBlockTable
-
-
-def key(name: int) -> OffloadKey:
-    return name.to_bytes(4, "big") * 9
+from tests.tiers.disk.rig import key
 
 
 def keys(*names: int) -> list[OffloadKey]:

@@ -28,12 +28,9 @@ from kvoffload.tiers.disk.storage import Storage
 from tests.sim.shared_storage import SimulatedStorage
 from tests.sim.storage import FaultRates, FaultyStorage
 from tests.tiers.disk.records import pack_record
+from tests.tiers.disk.rig import key
 
 HEADER = Header("ab" * 32, (4096,), 100, 7)
-
-
-def key(number: int) -> bytes:
-    return number.to_bytes(4, "big") * 9
 
 
 def record(number: int) -> ByteArray:

@@ -164,17 +164,6 @@ def test_a_reset_ends_all_and_so_does_another_quota_of_none(rig: TimedRig) -> No
     assert rig.num_retained() == 0
 
 
-@pytest.mark.parametrize("garbage", [b"\xff" * 4096, bytes(range(256)) * 16])
-def test_a_damaged_file_retains_nothing(rig: TimedRig, garbage: bytes) -> None:
-    rig.tier.retain(keys(1, 2), 7, 100.0)
-    rig.tier.close()
-    rig.opened = None
-    (rig.folder / "recency").write_bytes(garbage[:256])
-    rig.restart()
-    assert rig.num_retained() == 0
-    assert rig.present(10) == [1, 2, 3, 4]
-
-
 def test_a_mark_is_valid_for_its_own_key_only() -> None:
     found = mark(key(1), time.time())
     assert retained_until(key(1), found) > 0

@@ -91,12 +91,6 @@ def test_a_chain_costs_a_request_per_object() -> None:
     assert bucket.take_counts() == {"head": 1}, "the object is asked for again, from the middle of the chain too"
 
 
-def test_a_chain_that_is_missing_costs_little() -> None:
-    bucket = MemoryBucket()
-    assert client_on(bucket).exists(CHAIN) == [MISSING] * 200
-    assert bucket.take_counts() == {"head": 4}
-
-
 @pytest.mark.parametrize("pieces", [[40, 64, 64, 32], [1] * 40, [64, 5, 1, 3, 2, 1, 20, 64, 7], [64, 64, 64, 8]])
 def test_a_chain_that_was_stored_bit_by_bit_is_found(pieces: list[int]) -> None:
     bucket = MemoryBucket()

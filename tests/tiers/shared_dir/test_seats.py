@@ -174,6 +174,21 @@ def test_a_server_says_that_it_will_not_use_a_new_seat(serve: Serve, clock: Cloc
     assert DirectoryStorage(path / "writer-1").try_lock()
 
 
+def test_a_new_seat_that_is_lost_before_it_is_used_is_freed(serve: Serve, clock: Clock, path: Path) -> None:
+    one = serve(boot="a")
+    lose_seat(one, clock, path)
+    (path / "writer-1" / HEARTBEAT_NAME).unlink()
+    clock.now += BEAT_S
+    one.background()
+    two = serve(boot="b")
+    assert name_of(two) == "writer-1"
+    clock.now += REST_S
+    one.background()
+    one.run()
+    assert one.write(1) == [1]
+    assert name_of(one) == "writer-2"
+
+
 def test_a_lost_seat_leaves_no_open_files(serve: Serve, clock: Clock, path: Path) -> None:
     one = serve()
     one.write(1)

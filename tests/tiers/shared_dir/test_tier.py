@@ -157,6 +157,21 @@ def test_the_record_is_emptied_for_all_before_the_block_is_overwritten(
     assert order[:3] == ["empty_records", "sync", "write"]
 
 
+def test_a_folder_that_has_vanished_is_forgotten_and_its_files_are_closed(serve: Serve, tmp_path: Path) -> None:
+    one, two = serve(), serve()
+    one.write(1, 2)
+    two.tier.follow()
+    assert two.read(1) == {1: None}
+    assert two.tier.blocks.slabs.num_open == 1
+    folder = seat_of(one, tmp_path)
+    for file in folder.iterdir():
+        file.unlink()
+    assert two.read(2) == {2: None}, "an open file can be read on"
+    two.tier.follow()
+    assert two.finds(1, 2) == []
+    assert two.tier.blocks.slabs.num_open == 0
+
+
 def test_files_are_closed_when_they_are_not_used(serve: Serve, clock: Clock) -> None:
     one, two = serve(), serve()
     one.write(1)
