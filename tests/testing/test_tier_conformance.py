@@ -16,12 +16,12 @@ import pytest
 from kvoffload.abc import ByteArray, LookupState, OffloadKey, Slots, States, Tier, TierError, TierResult
 from kvoffload.testing.conformance import keys
 from kvoffload.testing.tier_conformance import SharedTierConformance, TierConformance, watched
-from kvoffload.tiers.executor import Executor
 from kvoffload.tiers.remote.client import Outcome
 from kvoffload.tiers.remote.messages import Op, Response
 from kvoffload.tiers.remote.record import ValueFormat
 from kvoffload.tiers.remote.tier import RemoteTier
 from kvoffload.tiers.remote.worker import StoreWorker, ValueMemory
+from kvoffload.tiers.threads import Executor
 from tests.sim.executor import SteppedExecutor
 from tests.sim.memory_tier import MemoryTier, checksum_of
 from tests.sim.stores import ClientState, SimulatedClient, SimulatedStarter, SimulatedStore, StoreFaults

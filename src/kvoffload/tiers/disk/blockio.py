@@ -16,7 +16,6 @@ run jobs of BlockIO, any number at a time, and one job of Maintenance at a time.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -36,8 +35,7 @@ from kvoffload.tiers.disk.format import (
     payload_checksums,
 )
 from kvoffload.tiers.disk.storage import is_full
-from kvoffload.tiers.executor import Executor
-from kvoffload.tiers.threads import MAX_QUEUED
+from kvoffload.tiers.threads import MAX_QUEUED, Executor
 
 JOB_BYTES = 4 << 20
 """Small blocks share a job of up to this size; a larger block has a job of its own."""
@@ -198,9 +196,9 @@ class BlockIO(BlockJobs):
         files: DiskFiles,
         pools: Sequence[ByteArray],
         executor: Executor,
-        clock: Callable[[], float] = time.monotonic,
-        wall_clock: Callable[[], float] = time.time,
-        job_bytes: int = JOB_BYTES,
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+        job_bytes: int,
     ) -> None:
         super().__init__(pools, executor, clock, job_bytes)
         self.num_reading = self.num_writing = 0

@@ -18,7 +18,7 @@ from kvoffload.tiers.disk.files import DiskFiles
 from kvoffload.tiers.disk.format import EMPTY_RECORD
 from kvoffload.tiers.disk.recency import Recency
 from kvoffload.tiers.disk.storage import is_full
-from kvoffload.tiers.executor import Executor
+from kvoffload.tiers.threads import Executor
 
 logger = logging.getLogger(__name__)
 

@@ -33,10 +33,9 @@ from kvoffload.tiers.disk.maintenance import Maintenance
 from kvoffload.tiers.disk.recency import Marks, Recency, mark, retained_until
 from kvoffload.tiers.disk.recovery import open_files
 from kvoffload.tiers.disk.storage import Storage
-from kvoffload.tiers.executor import Executor
 from kvoffload.tiers.late import RenewableTier
 from kvoffload.tiers.limited_log import LimitedLog
-from kvoffload.tiers.threads import IOThreads
+from kvoffload.tiers.threads import Executor, IOThreads
 
 logger = logging.getLogger(__name__)
 
