@@ -45,8 +45,8 @@ from kvoffload.host.pool import HostPool
 from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings
 from kvoffload.tiers.disk.directory import DirectoryStorage
 from kvoffload.tiers.disk.tier import DiskSettings, DiskTier
-from kvoffload.tiers.executor import Executor
 from kvoffload.tiers.opening import named
+from kvoffload.tiers.threads import Executor
 
 SIZES = (4, 64, 512)
 """Blocks of a request."""

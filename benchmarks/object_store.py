@@ -27,10 +27,9 @@ from kvoffload.tiers.object_store.bucket import Answer, Bucket
 from kvoffload.tiers.object_store.client import ObjectStoreClient
 from kvoffload.tiers.object_store.obstore_bucket import TRANSFERS, open_bucket
 from kvoffload.tiers.remote.client import Outcome
-from kvoffload.tiers.remote.memory import MAX_ROWS, ValueMemory
 from kvoffload.tiers.remote.messages import Op, StoreRequest
 from kvoffload.tiers.remote.record import RECORD_BYTES, ValueFormat
-from kvoffload.tiers.remote.worker import StoreWorker
+from kvoffload.tiers.remote.worker import MAX_ROWS, StoreWorker, ValueMemory
 
 FINGERPRINT = "5e" * 32
 ROUNDS = 3

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvoffload.abc import ByteArray, LookupState, OffloadKey, States
-from kvoffload.tiers.executor import Executor
+from kvoffload.tiers.threads import Executor
 from tests.sim.memory_tier import MemoryTier
 
 

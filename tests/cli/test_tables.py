@@ -97,11 +97,11 @@ def tables() -> dict[str, Table]:
     sizing: Any = SimpleNamespace(settings=[setting], chosen=setting, places=["device", "RAM", "disk"])
     sizing.table = lambda: Sizing.table(sizing)
     then = int(time.time()) - 86_400 * 99
-    folder = FolderReport("", "0123456789ab" * 5, 1 << 39, 1 << 21, 250_000, 250_000, then, then)
+    folder = FolderReport("", "0123456789ab" * 5, 1 << 39, 1 << 21, 250_000, then, then)
     return {
         "tiers": replay.tier_table([host]),
         "sizes": size.settings_table(sizing),
-        "folders": disk._folder_table([PartReport("", folders=[folder])]),
+        "folders": disk._table([PartReport("", folders=[folder])]),
     }
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from random import Random
 from typing import TypeAlias
 
-from kvoffload.tiers.executor import Executor
+from kvoffload.tiers.threads import Executor
 
 Job: TypeAlias = Callable[[], None]
 

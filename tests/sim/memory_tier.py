@@ -23,7 +23,7 @@ from kvoffload.abc import (
     TierResult,
     TierStats,
 )
-from kvoffload.tiers.executor import Executor
+from kvoffload.tiers.threads import Executor
 from tests.sim.executor import SteppedExecutor
 
 

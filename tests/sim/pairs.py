@@ -49,7 +49,7 @@ from tests.sim.memory_tier import MemoryTier
 from tests.sim.planted import wrap
 from tests.sim.scenario import Scenario, add_states
 from tests.sim.servers import ServerLife, SharedMedium, SharingServer
-from tests.sim.storage import SimulatedStorage
+from tests.sim.shared_storage import SimulatedStorage
 
 Row: TypeAlias = dict[str, str]
 """The value of each feature."""

@@ -39,8 +39,8 @@ from tests.sim.engine import EngineRequest, Leak, Scenario
 from tests.sim.executor import Killed, SteppedExecutor
 from tests.sim.life import WEIGHTS_APART, FalseAlarm, Life, LivingServer, Patch, disk_bytes
 from tests.sim.scenario import make_requests
+from tests.sim.shared_storage import SimulatedStorage
 from tests.sim.simulation import choose_full_steps, small_scenario
-from tests.sim.storage import SimulatedStorage
 from tests.sim.watch import TierWatch
 
 CLOCK_SKEW_S = 0.004

@@ -1,4 +1,4 @@
-"""A simulated network file system: one server, and clients whose caches make it behave like NFS.
+"""A simulated file system: one server, and clients whose caches make it behave like NFS, or a local disk.
 
 What a client sees of another's work, as of a Linux client without delegations:
 
@@ -14,11 +14,16 @@ What a client sees of another's work, as of a Linux client without delegations:
   its open files frees nothing;
 - the lock of a client that was killed, or cut off, is free after ``lease_s``. The client does not notice.
 
+A local disk (SimulatedStorage) is the same server with one client at a time that caches nothing: what a killed process
+has written stays, a power loss undoes some pages written since the last sync, and a removed file takes room, without a
+name, until it is closed.
+
 ``tests/tools/test_nfs_guest.py`` runs the same checks on a real mount. All time is simulated, one seed replays a run.
 """
 
 from __future__ import annotations
 
+import copy
 import errno
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -49,6 +54,11 @@ class Mount:
     is_direct: bool = True
     transfer_bytes: int = PAGE
     skew_s: float = 0.0
+    is_local: bool = False
+    """Whether it is no network file system, see above."""
+
+
+LOCAL = Mount(attributes_s=0.0, entries_s=0.0, lease_s=0.0, is_local=True)
 
 
 @dataclass(eq=False)
@@ -61,6 +71,8 @@ class Inode:
     modified: float = 0.0
     change: int = 0
     is_gone: bool = False
+    unsynced: dict[int, ByteArray] = field(default_factory=dict)
+    """On a local disk: pages written since the last sync, with their contents at that time."""
 
 
 @dataclass(eq=False)
@@ -95,6 +107,7 @@ class NfsServer:
     def resize(self, inode: Inode, size: int) -> None:
         before = len(inode.data)
         inode.data = resized(inode.data, size, self.capacity_bytes - self.used_bytes)
+        inode.unsynced = {page: old for page, old in inode.unsynced.items() if page * PAGE < len(inode.data)}
         inode.size = size
         self._changed(inode)
         self.used_bytes += len(inode.data) - before
@@ -106,6 +119,11 @@ class NfsServer:
         inode.data[offset : offset + len(raw)] = raw
         self._changed(inode)
 
+    def inodes(self, folder: Folder | None = None) -> Iterator[Inode]:
+        """Yields the files below ``folder``, by default all."""
+        for node in (self.root if folder is None else folder).entries.values():
+            yield from self.inodes(node) if isinstance(node, Folder) else [node]
+
     def remove(self, inode: Inode) -> None:
         inode.is_gone = True
         self.used_bytes -= len(inode.data)
@@ -114,8 +132,7 @@ class NfsServer:
 
     def held_bytes(self, folder: Folder | None = None) -> int:
         """Returns the bytes that the files below ``folder`` take, by default all files."""
-        nodes = (self.root if folder is None else folder).entries.values()
-        return sum(self.held_bytes(node) if isinstance(node, Folder) else len(node.data) for node in nodes)
+        return sum(len(inode.data) for inode in self.inodes(folder))
 
     def take_lock(self, inode: Inode, client: NfsClient) -> bool:
         """Gives the lock to a client that does not hold it, unless another one does. Returns whether it did."""
@@ -162,7 +179,7 @@ class NfsClient:
         server: NfsServer,
         mount: Mount,
         seed: int = 0,
-        pause: Callable[[], None] = lambda: None,
+        pause: Callable[[], None] | None = None,
         stall: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         self.server = server
@@ -180,7 +197,7 @@ class NfsClient:
         """What a lookup has found, and when."""
         self._listings: dict[Folder, tuple[list[str], float]] = {}
         self._renamed: dict[Inode, tuple[Folder, str]] = {}
-        """Files that were removed while they were open here, and their new names."""
+        """Files that were removed while they were open here, and their new names, "" on a local disk."""
 
     def storage(self) -> NfsStorage:
         """Returns the mounted directory."""
@@ -206,6 +223,8 @@ class NfsClient:
                 if self.random.random() < 0.5 and not inode.is_gone:
                     self._send(inode, offset, raw)
         self._dead = True
+        for handle in list(self.handles) if self.mount.is_local else ():
+            self.close(handle)
         self.handles.clear()
         self._expire_locks()
 
@@ -254,21 +273,52 @@ class NfsClient:
     def access(self) -> None:
         """Waits as long as the server hangs. Raises OSError if the process has ended."""
         self.check_alive()
-        self._pause()
+        if self._pause is not None:
+            self._pause()
         if self.is_stalled:
             self._stall(max(self.server.stalled_until, self._cut_off_until) - self.server.clock())
         self.check_alive()
 
+    def look_up(self) -> None:
+        """Accesses the server for names or attributes, which costs no time on a local disk."""
+        if self.mount.is_local:
+            self.check_alive()
+        else:
+            self.access()
+
     def check_alive(self) -> None:
         if self._dead:
             raise os_error(errno.EBADF)
+
+    def parts(self, offset: int, nbytes: int) -> Iterator[list[tuple[int, int]]]:
+        """Yields the parts in which a direct transfer reaches the medium, each after an access: the ranges of bytes
+        that arrive together."""
+        step = self.mount.transfer_bytes
+        parts = [[(start, min(start + step, nbytes))] for start in range(0, nbytes, step)]
+        for part in self._split(offset, nbytes) if self.mount.is_local else parts:
+            self.access()
+            yield part
+
+    def _split(self, offset: int, nbytes: int) -> list[list[tuple[int, int]]]:
+        """Returns the one or two parts of a transfer that a kill may tear."""
+        rng = self.server.random
+        if self._pause is None or nbytes < 2 or rng.random() < 0.5:
+            return [[(0, nbytes)]]
+        if rng.random() < 0.5:
+            cut = rng.randrange(1, nbytes)
+            return [[(0, cut)], [(cut, nbytes)]]
+        bounds = [0, *range(PAGE - offset % PAGE, nbytes, PAGE), nbytes]
+        parts: list[list[tuple[int, int]]] = [[], []]
+        for stretch in itertools.pairwise(bounds):
+            parts[rng.random() < 0.5].append(stretch)
+        return parts
 
     def attributes(self, inode: Inode, fresh: bool = False) -> _Attributes:
         """Returns what the client knows, or asks the server if that is too old."""
         cache = self._caches.get(inode)
         now = self.server.clock()
         if fresh or cache is None or now - cache.attributes.fetched >= self.mount.attributes_s:
-            self.access()
+            self.look_up()
             if inode.is_gone:
                 raise os_error(errno.ESTALE)
             cache = self._learn(inode)
@@ -297,7 +347,7 @@ class NfsClient:
         now = self.server.clock()
         if known is not None and now - known[1] < self.mount.entries_s and not (known[0] and known[0].is_gone):
             return known[0]
-        self.access()
+        self.look_up()
         if folder.is_gone:
             raise os_error(errno.ESTALE)
         found = folder.entries.get(name)
@@ -308,7 +358,7 @@ class NfsClient:
         known = self._listings.get(folder)
         now = self.server.clock()
         if known is None or now - known[1] >= self.mount.entries_s:
-            self.access()
+            self.look_up()
             if folder.is_gone:
                 raise os_error(errno.ESTALE)
             known = self._listings[folder] = (sorted(folder.entries), now)
@@ -323,6 +373,11 @@ class NfsClient:
         """Writes at the server, and keeps what the client knows of the file."""
         if inode.is_gone:
             raise os_error(errno.ESTALE)
+        if self.mount.is_local:
+            if offset + len(raw) > inode.size:
+                self.server.resize(inode, offset + len(raw))
+            for page in range(offset // PAGE, -(-(offset + len(raw)) // PAGE)):
+                inode.unsynced.setdefault(page, inode.data[page * PAGE : (page + 1) * PAGE].copy())
         self._send(inode, offset, raw)
 
     def _send(self, inode: Inode, offset: int, raw: ByteArray) -> None:
@@ -379,9 +434,12 @@ class NfsClient:
     # Open files.
 
     def rename_if_open(self, folder: Folder, inode: Inode) -> bool:
-        """Gives a file that is open here another name instead of removing it. Returns whether it is."""
+        """Gives a file that is open here another name, or none, instead of removing it. Returns whether it is open."""
         if inode not in self.handles.values():
             return False
+        if self.mount.is_local:
+            self._renamed[inode] = (folder, "")
+            return True
         hidden = f".nfs{inode.number:016x}"
         folder.entries[hidden] = inode
         self._renamed[inode] = (folder, hidden)
@@ -422,7 +480,7 @@ class NfsStorage(Storage):
 
     def lock(self) -> None:
         if not self.try_lock():
-            raise ConfigError(f"{'/'.join(self._path)}: another client has locked it")
+            raise ConfigError("dir: another client has locked it; give each its own directory")
 
     def try_lock(self) -> bool:
         if self._locked is not None:
@@ -530,12 +588,93 @@ class NfsStorage(Storage):
         return found
 
 
+class SimulatedStorage(NfsStorage):
+    """A local disk for one simulated process, with room for ``capacity_bytes``.
+
+    ``restart`` kills the process, and makes the storage of the next one on the same disk. ``pause`` is called before
+    each access to the medium and in the middle of reads and writes: if it does not return, the process was killed
+    there, and a part of the bytes or pages has been written.
+    """
+
+    def __init__(
+        self,
+        capacity_bytes: int,
+        seed: int = 0,
+        clock: Callable[[], float] = lambda: 0.0,
+        pause: Callable[[], None] | None = None,
+    ) -> None:
+        self._on(NfsServer(capacity_bytes, seed, clock), pause)
+
+    def _on(self, server: NfsServer, pause: Callable[[], None] | None) -> None:
+        self.server = server
+        super().__init__(NfsClient(server, LOCAL, pause=pause), ())
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self.server.capacity_bytes
+
+    @capacity_bytes.setter
+    def capacity_bytes(self, capacity_bytes: int) -> None:
+        self.server.capacity_bytes = capacity_bytes
+
+    @property
+    def is_locked(self) -> bool:
+        return any(until > self.server.clock() for _, until in self.server.locks.values())
+
+    @property
+    def num_open(self) -> int:
+        """Number of files that this process has open."""
+        return len(self.client.handles)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that all files take, including those that were removed but are still open."""
+        return self.server.used_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The highest ``used_bytes`` so far, or since ``reset_peak``."""
+        return self.server.peak_bytes
+
+    def reset_peak(self) -> None:
+        self.server.peak_bytes = self.server.used_bytes
+
+    def sync(self) -> None:
+        """Makes everything written so far safe from power losses."""
+        for inode in self.server.inodes():
+            inode.unsynced.clear()
+
+    def kill(self) -> None:
+        self.client.kill()
+
+    def power_loss(self) -> None:
+        self.kill()
+        for inode in self.server.inodes():
+            for page, old in inode.unsynced.items():
+                if self.server.random.random() < 0.5:
+                    inode.data[page * PAGE : (page + 1) * PAGE] = old
+        self.sync()
+
+    def restart(self, pause: Callable[[], None] | None = None) -> SimulatedStorage:
+        self.kill()
+        successor = SimulatedStorage(0)
+        successor._on(self.server, pause)
+        return successor
+
+    def clone(self) -> SimulatedStorage:
+        """Returns a storage on another disk that has the same files."""
+        other = SimulatedStorage(self.capacity_bytes, clock=self.server.clock)
+        other.server.root = copy.deepcopy(self.server.root)
+        other.server.used_bytes = other.server.held_bytes()
+        return other
+
+
 class NfsFile(StoredFile):
     """An open file. ``direct`` and ``fresh``: only whole pages may be read or written, and the cache is avoided if the
     mount can; ``fresh`` drops the cached pages that it reads if not."""
 
     def __init__(self, client: NfsClient, inode: Inode, direct: bool, fresh: bool, read_only: bool) -> None:
-        self.is_direct = (direct or fresh) and client.mount.is_direct
+        self.is_direct = client.mount.is_local or ((direct or fresh) and client.mount.is_direct)
         self.read_only = read_only
         self._client = client
         self._inode = inode
@@ -558,7 +697,7 @@ class NfsFile(StoredFile):
         self._client.flush(self._inode)
         self._client.attributes(self._inode, fresh=True)
         raw = np.zeros(max(0, min(wanted, self._inode.size - offset)), np.uint8)
-        for start, end in self._parts(len(raw)):
+        for start, end in self._parts(offset, len(raw)):
             there = self._inode.data[offset + start : offset + end]
             raw[start : start + len(there)] = there
         return raw
@@ -602,18 +741,15 @@ class NfsFile(StoredFile):
         if not self.is_direct:
             self._client.buffer(self._inode, offset, raw)
             return len(raw)
-        for start, end in self._parts(len(raw)):
+        for start, end in self._parts(offset, len(raw)):
             self._client.put(self._inode, offset + start, raw[start:end])
         return len(raw)
 
-    def _parts(self, nbytes: int) -> Iterator[tuple[int, int]]:
-        """Yields the parts in which a direct transfer reaches the server, each after an access."""
-        step = self._client.mount.transfer_bytes
-        for start in range(0, nbytes, step):
-            self._client.access()
+    def _parts(self, offset: int, nbytes: int) -> Iterator[tuple[int, int]]:
+        for part in self._client.parts(offset, nbytes):
             if self._inode.is_gone:
                 raise os_error(errno.ESTALE)
-            yield start, min(start + step, nbytes)
+            yield from part
 
     def modified(self) -> float:
         self._check()
@@ -627,6 +763,7 @@ class NfsFile(StoredFile):
         """Sends every buffered write. Raises OSError if one is lost."""
         self._check()
         self._client.flush(self._inode)
+        self._inode.unsynced.clear()
 
     def size(self) -> int:
         self._check()
@@ -657,7 +794,7 @@ class NfsFile(StoredFile):
 
     def _check_writable(self) -> None:
         if self.read_only:
-            raise os_error(errno.EBADF)
+            raise os_error(errno.EROFS)
 
     def _check(self, buffers: Sequence[ByteArray] = (), offset: int = 0) -> None:
         self._client.check_alive()

@@ -41,7 +41,8 @@ from tests.sim.engine import Leak, Scenario, random_groups
 from tests.sim.executor import Killed
 from tests.sim.life import WEIGHTS_APART, FalseAlarm, Life, LivingServer, Patch, disk_bytes
 from tests.sim.scenario import PARTS_SHARE, STATES_SHARE
-from tests.sim.storage import FaultRates, FaultyStorage, SimulatedStorage
+from tests.sim.shared_storage import SimulatedStorage
+from tests.sim.storage import FaultRates, FaultyStorage
 from tests.sim.watch import TierWatch
 
 MAX_STEPS_TO_A_JOB = 10

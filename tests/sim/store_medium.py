@@ -8,10 +8,9 @@ from random import Random
 
 from kvoffload.abc import ByteArray, Tier
 from kvoffload.tiers.remote.client import StoreClient
-from kvoffload.tiers.remote.memory import ValueMemory
 from kvoffload.tiers.remote.record import ValueFormat
 from kvoffload.tiers.remote.tier import RemoteTier
-from kvoffload.tiers.remote.worker import StoreWorker
+from kvoffload.tiers.remote.worker import StoreWorker, ValueMemory
 from tests.sim.servers import Connection, DeletedOthers, SharedMedium, SharingServer
 from tests.sim.stores import (
     ClientState,

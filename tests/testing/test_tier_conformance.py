@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -17,20 +16,19 @@ import pytest
 from kvoffload.abc import ByteArray, LookupState, OffloadKey, Slots, States, Tier, TierError, TierResult
 from kvoffload.testing.conformance import keys
 from kvoffload.testing.tier_conformance import SharedTierConformance, TierConformance, watched
-from kvoffload.tiers.disk.directory import DirectoryStorage
-from kvoffload.tiers.disk.layout import FIXED_BYTES, SLAB_OVERHEAD_BYTES, slot_cost
-from kvoffload.tiers.disk.storage import Storage
-from kvoffload.tiers.disk.tier import DiskSettings, DiskTier
-from kvoffload.tiers.executor import Executor
-from tests.asking_tier import AskingTier
+from kvoffload.tiers.remote.client import Outcome
+from kvoffload.tiers.remote.messages import Op, Response
+from kvoffload.tiers.remote.record import ValueFormat
+from kvoffload.tiers.remote.tier import RemoteTier
+from kvoffload.tiers.remote.worker import StoreWorker, ValueMemory
+from kvoffload.tiers.threads import Executor
 from tests.sim.executor import SteppedExecutor
 from tests.sim.memory_tier import MemoryTier, checksum_of
-from tests.sim.plain_shared import PlainSharedTier
-from tests.sim.storage import SimulatedStorage
-from tests.sim.stores import ClientState, SimulatedClient, SimulatedStore, StoreFaults, StoreValue
+from tests.sim.stores import ClientState, SimulatedClient, SimulatedStarter, SimulatedStore, StoreFaults
 from tests.testing.suites import failures
 
 Keys = Sequence[OffloadKey]
+VALUES = ValueFormat("0f" * 32, "kv")
 
 
 class MemoryTierConformance(TierConformance):
@@ -58,140 +56,58 @@ class TestMemoryTier(MemoryTierConformance):
     pass
 
 
-class TestAskingTier(MemoryTierConformance):
-    tier_class = AskingTier
+class RemoteTierConformance(SharedTierConformance):
+    """The suite for RemoteTier on a simulated store, and for subclasses of tier and worker with a bug."""
 
+    tier_class: type[RemoteTier] = RemoteTier
+    worker_class: type[StoreWorker] = StoreWorker
 
-class PlainSharedTierConformance(SharedTierConformance):
-    """The suite for PlainSharedTier and its subclasses with a bug."""
-
-    shared_class: type[PlainSharedTier] = PlainSharedTier
-    max_under_way = 10
+    @property
+    def stores(self) -> dict[int, tuple[SimulatedStore, SimulatedStarter]]:
+        """The store of each tier, and what starts its client."""
+        return vars(self).setdefault("_stores", {})  # type: ignore[no-any-return]
 
     def make_tier(self, pools: Sequence[ByteArray], num_blocks: int) -> Tier:
         return self.on(SimulatedStore(time.monotonic), pools)
 
     def on(self, store: SimulatedStore, pools: Sequence[ByteArray]) -> Tier:
-        executor = SteppedExecutor(max_queued=self.max_under_way)
-        state = ClientState(object(), StoreFaults, Random(0), lambda: None, executor.stall)
-        return self.shared_class(SimulatedClient(store, state), pools, executor, time.monotonic)
+        def stall(seconds: float) -> None:
+            starter.stall(seconds)
+
+        state = ClientState(object(), StoreFaults, Random(0), lambda: starter.pause(), stall)
+        starter = SimulatedStarter(
+            lambda: self.worker_class(SimulatedClient(store, state), ValueMemory(pools), VALUES),
+            time.monotonic,
+            chance=0.9,
+        )
+        tier = self.tier_class(starter.start, sum(pool.shape[1] for pool in pools), random=lambda: 0.5)
+        self.stores[id(tier)] = store, starter
+        tier.poll()
+        assert tier.stats().is_connected
+        return tier
 
     def reopen(self, tier: Tier, pools: Sequence[ByteArray], num_blocks: int) -> Tier:
         return self.another(tier, pools)
 
     def another(self, tier: Tier, pools: Sequence[ByteArray]) -> Tier:
-        return self.on(store_of(tier), pools)
+        return self.on(self.stores[id(tier)][0], pools)
 
     def hold(self, tier: Tier) -> AbstractContextManager[None]:
-        assert isinstance(tier, PlainSharedTier)
-        assert isinstance(tier.executor, SteppedExecutor)
-        return tier.executor.hold()
+        return self.stores[id(tier)][1].hold()
 
     def spoil(self, tier: Tier) -> bool:
-        for value in values_of(tier).values():
-            value.data = value.data ^ np.uint8(1)
+        for value in self.stores[id(tier)][0].values.values():
+            value.data[200] ^= 1
         return True
 
     def lose(self, tier: Tier, names: str) -> bool:
-        assert isinstance(tier, PlainSharedTier)
         for key in keys(names):
-            del values_of(tier)[tier.name_of(key)]
+            self.stores[id(tier)][0].evict(VALUES.name(key))
         return True
 
 
-def store_of(tier: Tier) -> SimulatedStore:
-    assert isinstance(tier, PlainSharedTier)
-    assert isinstance(tier.client, SimulatedClient)
-    return tier.client.store
-
-
-def values_of(tier: Tier) -> dict[str, StoreValue]:
-    return store_of(tier).values
-
-
-class TestPlainSharedTier(PlainSharedTierConformance):
+class TestRemoteTier(RemoteTierConformance):
     pass
-
-
-FINGERPRINT = "0f" * 32
-
-
-def disk_bytes(pools: Sequence[ByteArray], num_blocks: int) -> int:
-    """Returns a capacity with room for exactly ``num_blocks`` blocks, in slabs of three."""
-    block_bytes = sum(pool.shape[1] for pool in pools)
-    slabs = -(-num_blocks // 3)
-    return FIXED_BYTES + slabs * SLAB_OVERHEAD_BYTES + num_blocks * slot_cost(block_bytes)
-
-
-def make_disk_tier(
-    storage: Storage, pools: Sequence[ByteArray], num_blocks: int, executor: Executor | None = None, **settings: Any
-) -> DiskTier:
-    settings["slab_bytes"] = 3 * sum(pool.shape[1] for pool in pools)
-    kept = DiskSettings(FINGERPRINT, disk_bytes(pools, num_blocks), **settings)
-    return DiskTier(storage, pools, kept, executor=executor)
-
-
-def spoil_slabs(storage: Storage) -> bool:
-    """Changes one bit of every page of every slab."""
-    for name in storage.files(FINGERPRINT):
-        file = storage.open(FINGERPRINT, name)
-        data = np.zeros(file.size() if name.startswith("slab") else 0, np.uint8)
-        file.read([data], 0)
-        data[17::4096] ^= 4
-        file.write([data], 0)
-        file.close()
-    return True
-
-
-class TestDiskTierInASimulation(TierConformance):
-    max_under_way = 10
-
-    def make_tier(self, pools: Sequence[ByteArray], num_blocks: int) -> Tier:
-        executor = SteppedExecutor(num_blocks, max_queued=self.max_under_way)
-        storage = SimulatedStorage(1 << 30, pause=executor.pause)
-        return self.on(storage, executor, pools, num_blocks)
-
-    def on(
-        self, storage: SimulatedStorage, executor: SteppedExecutor, pools: Sequence[ByteArray], num_blocks: int
-    ) -> Tier:
-        self.executor, self.storage = executor, storage
-        # Small blocks usually share a job. Here each has its own, so that there is more to interleave.
-        return make_disk_tier(storage, pools, num_blocks, executor, job_bytes=1)
-
-    def reopen(self, tier: Tier, pools: Sequence[ByteArray], num_blocks: int) -> Tier:
-        executor = SteppedExecutor()
-        return self.on(self.storage.restart(executor.pause), executor, pools, num_blocks)
-
-    def hold(self, tier: Tier) -> AbstractContextManager[None]:
-        return self.executor.hold()
-
-    def spoil(self, tier: Tier) -> bool:
-        return spoil_slabs(self.storage)
-
-
-class TestDiskTierInADirectory(TierConformance):
-    @pytest.fixture(autouse=True)
-    def in_directory(self, tmp_path: Path) -> Iterator[None]:
-        self.path = tmp_path
-        self.tiers: list[DiskTier] = []
-        yield
-        for tier in self.tiers:
-            tier.close()
-
-    def make_tier(self, pools: Sequence[ByteArray], num_blocks: int) -> Tier:
-        folder = self.path / str(len(self.tiers))
-        return self.on(folder, pools, num_blocks)
-
-    def on(self, folder: Path, pools: Sequence[ByteArray], num_blocks: int) -> Tier:
-        self.folder = folder
-        self.tiers.append(make_disk_tier(DirectoryStorage(folder), pools, num_blocks))
-        return self.tiers[-1]
-
-    def reopen(self, tier: Tier, pools: Sequence[ByteArray], num_blocks: int) -> Tier:
-        return self.on(self.folder, pools, num_blocks)
-
-    def spoil(self, tier: Tier) -> bool:
-        return spoil_slabs(DirectoryStorage(self.folder))
 
 
 # Tiers with one bug each, and the test that must catch it.
@@ -319,52 +235,51 @@ class DeleteWaitsForTheMedium(MemoryTier):
         super().delete(keys)
 
 
-class ResetOnlyForgets(PlainSharedTier):
+class ResetOnlyForgets(RemoteTier):
     """Goes on after the reset."""
 
     def reset(self) -> None:
-        self.deleted |= self.under_way
-        self.answers.clear()
+        super().reset()
+        self._is_off = False
 
 
-class DeletesWhatOthersHaveWritten(PlainSharedTier):
+class DeletesWhatOthersHaveWritten(RemoteTier):
     def delete(self, keys: Keys) -> None:
-        self.written.update(keys)
+        self._removals.note_written(keys)
         super().delete(keys)
 
 
-class RemembersMissesForGood(PlainSharedTier):
-    def _trust(self, key: OffloadKey, is_there: bool) -> None:
-        super()._trust(key, is_there)
-        if not is_there:
-            self.answers[key] = False, float("inf")
+class RemembersMissesForGood(RemoteTier):
+    def _end_lookup(self, keys: Keys, response: Response) -> None:
+        super()._end_lookup(keys, response)
+        missing = [key for key, each in zip(keys, response.outcomes, strict=True) if each is Outcome.MISSING]
+        self._presence.note_missing(missing, response.ended, float("inf"))
 
 
-class NeverAnswers(PlainSharedTier):
-    def ask_for(self, keys: Keys) -> None:
-        self.asking.difference_update(keys)
+class NeverAnswers(RemoteTier):
+    def _ask(self, keys: Keys) -> None:
+        self._asked.update(keys)
 
 
-class SeesOnlyItsOwn(PlainSharedTier):
-    def name_of(self, key: OffloadKey) -> str:
-        return f"{id(self)}/{key.hex()}"
-
-
-class OverwritesOthers(PlainSharedTier):
-    """Writes again what is there, and says that it has moved bytes."""
-
-    def write_block(self, key: OffloadKey, slot: int) -> None:
-        values_of(self).pop(self.name_of(key), None)
-        super().write_block(key, slot)
-
+class SeesOnlyItsOwn(RemoteTier):
     def contains(self, keys: Keys, ahead: Keys = ()) -> States:
         states = super().contains(keys)
-        for key in keys:
-            self.answers.pop(key, None)
+        states[[key not in self._removals._written for key in keys]] = LookupState.MISS
         return states
 
 
-class HeldIsAFailure(PlainSharedTier):
+class OverwritesOthers(RemoteTier):
+    """Writes again what is there, and says that it has moved bytes."""
+
+    def write(self, keys: Keys, slots: Slots) -> list[OffloadKey]:
+        self._presence.clear()
+        return super().write(keys, slots)
+
+    def poll(self) -> list[TierResult]:
+        return [r if r.is_read else r._replace(nbytes=self.block_bytes) for r in super().poll()]
+
+
+class HeldIsAFailure(RemoteTier):
     def poll(self) -> list[TierResult]:
         return [
             TierResult(r.key, r.is_read, TierError.IO) if r.ok and not r.is_read and not r.nbytes else r
@@ -372,29 +287,26 @@ class HeldIsAFailure(PlainSharedTier):
         ]
 
 
-class StillClaimsWhatIsLost(PlainSharedTier):
-    def poll(self) -> list[TierResult]:
-        before = dict(self.answers)
-        results = super().poll()
-        for result in results:
-            if result.is_read and result.error is TierError.GONE and result.key in before:
-                self.answers[result.key] = before[result.key]
-        return results
+class StillClaimsWhatIsLost(RemoteTier):
+    def _note_end(self, op: Op, key: OffloadKey, outcome: Outcome, is_wanted: bool) -> None:
+        super()._note_end(op, key, Outcome.OK if outcome is Outcome.MISSING else outcome, is_wanted)
 
 
-class SharesWithoutVerifying(PlainSharedTier):
-    def is_right(self, key: OffloadKey, parts: Sequence[ByteArray]) -> bool:
-        return True
+class SharesWithoutVerifying(StoreWorker):
+    def _get(self, keys: Keys, names: Sequence[str], slots: Sequence[int]) -> list[Outcome]:
+        return [Outcome.OK if each is Outcome.CORRUPT else each for each in super()._get(keys, names, slots)]
 
 
-class CloseDeletes(PlainSharedTier):
+class CloseDeletes(RemoteTier):
     def close(self) -> None:
-        for key in self.written:
-            self.client.remove([self.name_of(key)])
+        self.delete(list(self._removals._written))
+        for _ in range(20):
+            self.wait(0.1)
+            self.poll()
         super().close()
 
 
-CAUGHT_BY: dict[type[Tier], str] = {
+CAUGHT_BY: dict[type, str] = {
     ForgetsARank: "reading_gives_what_was_written",
     KeepsAView: "later_changes_of_the_host_slots_do_not_reach_written_blocks",
     ReadsTheSlotsLater: "the_caller_may_reuse_its_lists_after_the_call",
@@ -422,15 +334,15 @@ CAUGHT_BY: dict[type[Tier], str] = {
 
 
 @pytest.mark.parametrize("bug", CAUGHT_BY)
-def test_a_planted_bug_is_caught_by_the_test_that_is_for_it(bug: type[Tier], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_bug_is_caught_by_the_test_that_is_for_it(bug: type, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvoffload.testing.tier_conformance.DEADLINE_S", 0.2)
     assert failures(*suite_of(bug), f"test_{CAUGHT_BY[bug]}")
 
 
-def suite_of(tier: type[Tier]) -> tuple[type, str, type[Tier]]:
-    if issubclass(tier, PlainSharedTier):
-        return PlainSharedTierConformance, "shared_class", tier
-    return MemoryTierConformance, "tier_class", tier
+def suite_of(bug: type) -> tuple[type, str, type]:
+    if issubclass(bug, StoreWorker):
+        return RemoteTierConformance, "worker_class", bug
+    return (RemoteTierConformance if issubclass(bug, RemoteTier) else MemoryTierConformance), "tier_class", bug
 
 
 def test_a_call_that_hangs_is_named_with_its_rule(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings
 from kvoffload.tiers.disk.tier import DiskSettings, DiskTier
 from tests.sim.executor import SteppedExecutor
 from tests.sim.memory_tier import MemoryTier
-from tests.sim.storage import SimulatedStorage
+from tests.sim.shared_storage import SimulatedStorage
 from tests.tiering.rig import A, Rig, SpyTier, chain
 
 SLOT_BYTES = 4096

@@ -36,6 +36,7 @@ from kvoffload.tiers.shared_dir.config import SharedDirConfig
 from tests.sim.executor import SteppedExecutor
 from tests.sim.memory_tier import MemoryTier
 from tests.tiers.conftest import Mounts
+from tests.tiers.disk.rig import FINGERPRINT, capacity, spoil
 
 MIB = 1 << 20
 SLOT = 4096
@@ -71,7 +72,7 @@ def opened() -> Iterator[ExitStack]:
 
 
 def open_tier(config: TierConfig, opened: ExitStack, pools: Sequence[ByteArray]) -> Tier:
-    context = TierContext(pools, "ab" * 32)
+    context = TierContext(pools, FINGERPRINT)
     ((tier, _),) = opening.open_tiers([TierEntry("tiers[0].", config)], context, opened)
     return tier
 
@@ -261,7 +262,7 @@ def test_tiers_that_hang_are_waited_for_together(
     monkeypatch.setattr(GateConfig, "open", open_some)
     entries = [TierEntry(f"tiers[{number}].", GateConfig(number=number)) for number in range(4)]
     begun = time.monotonic()
-    tiers = [tier for tier, _ in opening.open_tiers(entries, TierContext(pools, "ab" * 32), opened)]
+    tiers = [tier for tier, _ in opening.open_tiers(entries, TierContext(pools, FINGERPRINT), opened)]
     assert 1.0 <= time.monotonic() - begun < 2.9
     assert tiers[3] is working
     assert [tier.name for tier in tiers] == ["gate", "gate-2", "gate-3", "gate-4"]
@@ -365,21 +366,43 @@ def test_a_wrong_setting_still_ends_the_start(gate: threading.Event, opened: Exi
 
 
 class TestLateTier(TierConformance):
-    """A tier that was opened late keeps the contract."""
+    """A disk tier in a directory that was opened late keeps the contract."""
+
+    @pytest.fixture(autouse=True)
+    def in_directory(self, tmp_path: Path) -> Iterator[None]:
+        self.path, self.tiers = tmp_path, list[Tier]()
+        yield
+        for tier in self.tiers:
+            tier.close()
 
     def make_tier(self, pools: Sequence[ByteArray], num_blocks: int) -> Tier:
-        gate = threading.Event()
+        self.folder = self.path / str(len(self.tiers))
+        return self.on(pools, num_blocks)
+
+    def on(self, pools: Sequence[ByteArray], num_blocks: int) -> Tier:
+        """Returns a tier with room for exactly ``num_blocks``, in slabs of three."""
+        gate, sizes = threading.Event(), [pool.shape[1] for pool in pools]
+        budget = capacity(num_blocks, *sizes, num_slabs=-(-num_blocks // 3))
+        storage = DirectoryStorage(self.folder)
 
         def open_late() -> Tier:
             gate.wait(DEADLINE_S)
-            return MemoryTier(pools, num_blocks)
+            return DiskTier(storage, pools, DiskSettings(FINGERPRINT, budget, slab_bytes=3 * sum(sizes)))
 
-        opener = Opener(open_late, "/", "memory", "tiers[0]")
-        tier = LateTier(opener, sum(pool.shape[1] for pool in pools), is_shared=False)
+        tier = LateTier(Opener(open_late, None, "disk", "tiers[0]"), sum(sizes), is_shared=False)
+        self.tiers.append(tier)
         assert tier.contains([KEY]).tolist() == [MISS]
         gate.set()
         until(lambda: is_open(tier), tier)
         return tier
+
+    def reopen(self, tier: Tier, pools: Sequence[ByteArray], num_blocks: int) -> Tier:
+        return self.on(pools, num_blocks)
+
+    def spoil(self, tier: Tier) -> bool:
+        for slab in self.folder.glob("*/slab-*"):
+            spoil(slab)
+        return True
 
 
 # A directory that changes under a running server.
@@ -410,7 +433,7 @@ def test_a_disk_tier_that_lost_its_files_opens_anew(
 ) -> None:
     path, pools = tmp_path / "cache", make_pools(4, SLOT)
     config = DiskConfig(dir=str(path), bytes=16 * MIB * engines)
-    context = TierContext(pools, "ab" * 32, engines=engines)
+    context = TierContext(pools, FINGERPRINT, engines=engines)
     ((tier, _),) = opening.open_tiers([TierEntry("tiers[0].", config)], context, opened)
     write(tier, KEY)
     for _ in range(20):
@@ -458,7 +481,7 @@ class DiskOpener:
 
     def _open(self) -> DiskTier:
         self._executors.append(SteppedExecutor())
-        settings = DiskSettings("ab" * 32, 16 * MIB, shares=self._shares)
+        settings = DiskSettings(FINGERPRINT, 16 * MIB, shares=self._shares)
         made = DiskTier(DirectoryStorage(self._path), self.pools, settings, executor=self._executors[-1])
         self._tiers.append(made)
         return made

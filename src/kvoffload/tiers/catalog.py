@@ -9,7 +9,7 @@ from itertools import compress
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.abc import BlockNotReadyError, OffloadKey, RetainRefusal, Slots, States, TenantUse
+from kvoffload.abc import BlockNotReadyError, OffloadKey, RetainRefusal, Slots, States
 from kvoffload.abc.tier import HIT, MISS
 from kvoffload.cache.keys import TRANSIENT
 from kvoffload.cache.manager import PolicyOffloadingManager
@@ -27,7 +27,7 @@ Claim = tuple[list[OffloadKey], Slots, Slots]
 
 class Catalog:
     """The blocks of a tier with ``num_slots`` slots of ``block_bytes``. ``policy``: the name of its cache policy.
-    ``shares``: what each tenant may take of the slots; without it they are everybody's.
+    ``shares``: what each tenant may take of the slots; without it they are everybody's. ``manager`` keeps the blocks.
 
     Keys are looked up when a transfer begins; from then on it is known by its slots in the tier, which do not change
     before it has ended. A block that is dropped in the meantime is no longer found, and its slot becomes free when its
@@ -48,20 +48,20 @@ class Catalog:
         self.num_evicted = 0
         """Blocks evicted since the start."""
         self._backend = SlotBackend(block_bytes, DISK_MEDIUM, num_slots, grows)
-        self._manager = PolicyOffloadingManager(
+        self.manager = PolicyOffloadingManager(
             self._backend, make_policy(policy, num_slots, shares), must_store=True, clock=clock
         )
-        self.retention = self._manager.retention
+        self.retention = self.manager.retention
         """Which blocks stay for a promised time."""
         self.retention.take_changes()
-        self._table = self._manager.table
+        self._table = self.manager.table
         self._is_read = np.zeros(num_slots, dtype=np.bool_)
         """Which slots are being read."""
 
     @property
     def num_blocks(self) -> int:
         """Slots that are in use: by blocks, or by transfers of blocks that were dropped."""
-        return self._manager.num_used_blocks
+        return self.manager.num_used_blocks
 
     @property
     def num_free(self) -> int:
@@ -70,15 +70,7 @@ class Catalog:
     @property
     def num_available(self) -> int:
         """Blocks that could be written now, in free slots and in place of others."""
-        return self._manager.num_available_blocks
-
-    def most_blocks(self, key: OffloadKey) -> int:
-        """Returns how many blocks the tenant of ``key`` can have whatever other tenants have."""
-        return self._manager.most_blocks(key)
-
-    def tenant_uses(self) -> Sequence[TenantUse]:
-        """Returns what each tenant holds; nothing without shares."""
-        return self._manager.tenant_uses()
+        return self.manager.num_available_blocks
 
     def contains(self, keys: Sequence[OffloadKey]) -> States:
         """Returns one LookupState per key: HIT if the block can be read, else MISS."""
@@ -91,7 +83,7 @@ class Catalog:
     def restore(self, keys: Sequence[OffloadKey], slots: Slots) -> Slots:
         """Adds distinct blocks that the medium holds already, the least recently used first. Returns the slots of those
         that were left out, because they are more than their tenants' quotas, or their keys are transient."""
-        kept = self._manager.room.restorable(keys)
+        kept = self.manager.room.restorable(keys)
         # Transient keys sort last.
         if max(keys, default=b"").startswith(TRANSIENT):
             is_lasting = np.array([not key.startswith(TRANSIENT) for key in keys])
@@ -102,7 +94,7 @@ class Catalog:
         for start in range(0, len(keys), RESTORED_AT_ONCE):
             share = slots[start : start + RESTORED_AT_ONCE]
             self._backend.add_allocated(share)
-            self._manager.restore(keys[start : start + RESTORED_AT_ONCE], share)
+            self.manager.restore(keys[start : start + RESTORED_AT_ONCE], share)
         return left_out
 
     def add_free(self, slots: Slots) -> None:
@@ -117,12 +109,12 @@ class Catalog:
             last = {key: i for i, key in enumerate(keys)}
             keys, host_slots = list(last), host_slots[list(last.values())]
         try:
-            slots = self._manager.prepare_load(keys).slots
+            slots = self.manager.prepare_load(keys).slots
         except BlockNotReadyError:
             # The caller has looked at another moment, or has not looked.
             ready = np.flatnonzero(self._table.states(keys) == HIT)
             keys, host_slots = [keys[i] for i in ready.tolist()], host_slots[ready]
-            slots = self._manager.prepare_load(keys).slots
+            slots = self.manager.prepare_load(keys).slots
         being_read = self._is_read[slots]
         if being_read.any():
             self._unpin(slots[being_read])
@@ -134,13 +126,13 @@ class Catalog:
     def begin_writes(self, keys: Sequence[OffloadKey], host_slots: Slots, room: int) -> Claim:
         """Gives slots to those of ``keys`` that are absent, at most ``room`` of them, which must not be more than
         ``num_available``. Evicts other blocks as necessary."""
-        room = min(room, self._manager.room.num_storable(keys[0])) if keys else 0
-        output = self._manager.prepare_store(keys) if len(keys) <= room else None
+        room = min(room, self.manager.room.num_storable(keys[0])) if keys else 0
+        output = self.manager.prepare_store(keys) if len(keys) <= room else None
         if output is None:
             # Too many, or some of them are present, and would have to be evicted for the others.
             absent = np.flatnonzero(self._table.states(keys) == MISS)[:room]
             keys, host_slots = [keys[i] for i in absent.tolist()], host_slots[absent]
-            output = self._manager.prepare_store(keys)
+            output = self.manager.prepare_store(keys)
         if output is None:
             return [], host_slots[:0], host_slots[:0]
         self.num_evicted += len(output.evicted_keys)
@@ -155,7 +147,7 @@ class Catalog:
         dropped = self._table.dropped[slots]
         self.cancel_reads(slots)
         if not succeeded.all():
-            self._manager.drop([keys[i] for i in np.flatnonzero(~succeeded & ~dropped).tolist()])
+            self.manager.drop([keys[i] for i in np.flatnonzero(~succeeded & ~dropped).tolist()])
         return slots[dropped]
 
     def end_writes(self, slots: Slots, succeeded: npt.NDArray[np.bool_]) -> Slots:
@@ -163,9 +155,9 @@ class Catalog:
         slots of those that had been dropped before, which are free now."""
         dropped = self._table.dropped[slots]
         if succeeded.all():
-            self._manager.complete_store(self._manager.lease(slots))
+            self.manager.complete_store(self.manager.lease(slots))
         else:
-            self._manager.complete_store(self._manager.lease(slots[succeeded]))
+            self.manager.complete_store(self.manager.lease(slots[succeeded]))
             self.cancel_writes(slots[~succeeded])
         return slots[dropped]
 
@@ -177,11 +169,11 @@ class Catalog:
     def cancel_writes(self, slots: Slots) -> None:
         """Undoes ``begin_writes``, except the evictions. What is to be retained may be written again."""
         known = slots[~self._table.dropped[slots]]
-        self._manager.drop(self._table.key_of[known].tolist())
-        self._manager.complete_store(self._manager.lease(slots), success=False)
+        self.manager.drop(self._table.key_of[known].tolist())
+        self.manager.complete_store(self.manager.lease(slots), success=False)
 
     def _unpin(self, slots: Slots) -> None:
-        self._manager.complete_load(self._manager.lease(slots))
+        self.manager.complete_load(self.manager.lease(slots))
 
     # Order and removal.
 
@@ -190,15 +182,15 @@ class Catalog:
         that are present, in order."""
         slots = self._table.find(keys)
         if stored is None:
-            self._manager.touch(keys, found=slots)
+            self.manager.touch(keys, found=slots)
         else:
-            self._manager.end_chain(keys, stored, found=slots)
+            self.manager.end_chain(keys, stored, found=slots)
         return slots[slots >= 0]
 
     def drop(self, keys: Sequence[OffloadKey]) -> Slots:
         """Drops blocks at once. Returns the slots that they were in."""
         slots = self._table.find(keys)
-        self._manager.drop(keys)
+        self.manager.drop(keys)
         return slots[slots >= 0]
 
     def retain(self, keys: Sequence[OffloadKey], session: int | None, seconds: float) -> RetainRefusal | None:
@@ -219,16 +211,8 @@ class Catalog:
         slots = np.fromiter(changes, np.int64, len(changes))
         return slots, self._table.key_of[slots].tolist(), list(changes.values())
 
-    def reset(self) -> None:
-        """Drops all blocks at once."""
-        self._manager.reset()
-
     def take_removed(self) -> list[OffloadKey]:
         """Returns the keys of blocks that have left since the last call, for any reason. The first call returns
         none; until then none are kept."""
-        self._manager.history.has_events = True
-        return [key for event in self._manager.take_events() if event.removed for key in event.keys]
-
-    def check_integrity(self) -> None:
-        """Raises IntegrityError if slots, blocks and policy do not agree. O(blocks)."""
-        self._manager.check_integrity()
+        self.manager.history.has_events = True
+        return [key for event in self.manager.take_events() if event.removed for key in event.keys]

@@ -6,7 +6,7 @@ import struct
 
 from kvoffload.abc import ByteArray, OffloadKey
 from kvoffload.tiers.checksum import sealed
-from kvoffload.tiers.disk.format import FORMAT_VERSION, MAX_SEQUENCE, Header
+from kvoffload.tiers.disk.format import FORMAT_VERSION, Header
 
 RECORD = struct.Struct("<IHH12sIQ64sQIIQ")
 MAGIC = int.from_bytes(b"kvob", "little")
@@ -22,7 +22,7 @@ def pack_record(header: Header, key: OffloadKey, *, sequence: int, stored_at: in
         header.block_bytes,
         header.generation,
         key,
-        min(sequence, MAX_SEQUENCE),
+        sequence,
         stored_at,
         0,
         payload_checksum,

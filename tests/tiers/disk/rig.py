@@ -17,7 +17,7 @@ from kvoffload.tiers.disk.layout import FIXED_BYTES, SLAB_OVERHEAD_BYTES, slot_c
 from kvoffload.tiers.disk.storage import Storage
 from kvoffload.tiers.disk.tier import DiskSettings, DiskTier
 from tests.sim.executor import SteppedExecutor
-from tests.sim.storage import SimulatedStorage
+from tests.sim.shared_storage import SimulatedStorage
 
 PAGE = 4096
 FINGERPRINT = "5a" * 32

@@ -14,7 +14,8 @@ from kvoffload.tiers.disk.blockio import HANDOVER_S, Batch, BlockIO, Done
 from kvoffload.tiers.disk.format import FACTS, HEADER_BYTES, RECORD_BYTES, parse_records
 from kvoffload.tiers.disk.recovery import open_files
 from tests.sim.executor import SteppedExecutor
-from tests.sim.storage import FaultRates, FaultyStorage, SimulatedStorage
+from tests.sim.shared_storage import SimulatedStorage
+from tests.sim.storage import FaultRates, FaultyStorage
 from tests.tiers.disk.rig import FINGERPRINT, PAGE, capacity
 
 NUM_SLOTS = 12
@@ -204,7 +205,7 @@ def test_a_job_with_a_bug_reports_all_of_its_blocks(rig: Rig, monkeypatch: pytes
         raise ValueError("planted")
 
     monkeypatch.setattr(blockio, "pack_records", fail)
-    monkeypatch.setattr(blockio, "are_damaged", fail)
+    monkeypatch.setattr(blockio, "payload_checksums", fail)
     assert rig.write(3, 4) == dict.fromkeys((3, 4), TierError.IO)
     assert rig.read(1, 2) == dict.fromkeys((1, 2), TierError.IO)
     assert (rig.io.num_reading, rig.io.num_writing) == (0, 0)

@@ -161,9 +161,6 @@ def test_held_bytes_leave_out_only_locks_and_what_cannot_be_read(
     assert storage.held_bytes(lambda folder, name: (folder, name) == ("x/y", "d")) == 3 * PAGE
 
 
-# Names.
-
-
 # Permissions.
 
 

@@ -18,7 +18,6 @@ from kvoffload.tiers.disk.journal import (
     MIN_ENTRIES,
     Journal,
     JournalHeader,
-    changed_blocks,
     digests_of,
     journal_bytes,
     num_entries_for,
@@ -26,14 +25,12 @@ from kvoffload.tiers.disk.journal import (
 )
 from kvoffload.tiers.disk.layout import SlotLayout
 from kvoffload.tiers.disk.storage import Storage
-from tests.sim.storage import FaultRates, FaultyStorage, SimulatedStorage
+from tests.sim.shared_storage import SimulatedStorage
+from tests.sim.storage import FaultRates, FaultyStorage
 from tests.tiers.disk.records import pack_record
+from tests.tiers.disk.rig import key
 
 HEADER = Header("ab" * 32, (4096,), 100, 7)
-
-
-def key(number: int) -> bytes:
-    return number.to_bytes(4, "big") * 9
 
 
 def record(number: int) -> ByteArray:
@@ -221,16 +218,6 @@ def test_the_size_of_the_ring_is_bounded() -> None:
         assert journal_bytes(count) == JOURNAL_HEADER_BYTES + count * ENTRY_BYTES <= (4 << 20) + 4096
         with_journal, without = SlotLayout(4096, 8, count), SlotLayout(4096, 8)
         assert with_journal.bytes_of(9) == without.bytes_of(9) + journal_bytes(count), "it is within the budget"
-
-
-def test_blocks_of_an_index_are_those_of_its_generation() -> None:
-    other = Header(HEADER.fingerprint, HEADER.slot_bytes, HEADER.slots_per_slab, HEADER.generation + 1)
-    stale = pack_record(other, key(9), sequence=1, stored_at=1, payload_checksum=9)
-    data = np.concatenate([record(1), EMPTY_RECORD, stale, record(2), record(3)[:100]])
-    slots, digests, checksums = changed_blocks(HEADER, data, 10)
-    assert slots.tolist() == [10, 13]
-    assert digests.tolist() == [digest(1), digest(2)]
-    assert checksums.tolist() == [1, 2]
 
 
 def test_close_does_not_wait_for_a_write_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import errno
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvoffload.tiers.disk.format import HEADER_BYTES, RECORD_BYTES, Header, parse_records
+from kvoffload.tiers.disk.format import HEADER_BYTES, Header, parse_records
 from kvoffload.tiers.disk.maintenance import RETRY_S, Maintenance
 from kvoffload.tiers.disk.recency import Recency
 from kvoffload.tiers.disk.recovery import open_files
 from tests.sim.executor import SteppedExecutor
-from tests.sim.storage import SimulatedStorage
+from tests.sim.shared_storage import SimulatedStorage
 from tests.tiers.disk.records import pack_record
 from tests.tiers.disk.rig import FINGERPRINT, PAGE, capacity
 
@@ -112,35 +111,3 @@ def test_one_job_at_a_time(rig: Rig) -> None:
             rig.maintenance.grow()
     assert rig.executor.turn()
     assert not rig.executor.turn(), "the next job is submitted when the first one was polled"
-
-
-def test_close_does_everything_but_growth(rig: Rig) -> None:
-    rig.maintenance.grow_now()
-    rig.store(2, b"gone")
-    rig.recency.note_use(np.array([1]))
-    rig.run()
-    rig.recency.note_use(np.array([3]))
-    rig.maintenance.empty_records(np.array([2]))
-    rig.maintenance.grow()
-    rig.maintenance.close()
-    assert rig.executor.close(1.0)
-    rig.maintenance.finish()
-    assert rig.keys() == []
-    assert rig.on_disk("recency").view("<u8").tolist()[:8:2] == [0, 1, 0, 2]
-    assert rig.on_disk("index").size in (HEADER_BYTES + 4 * RECORD_BYTES, HEADER_BYTES + 8 * RECORD_BYTES)
-
-
-def test_a_read_only_medium_is_left_alone(tmp_path: Path, rig: Rig) -> None:
-    rig.maintenance.grow_now()
-    rig.files.close()
-    storage = rig.storage.restart()
-    storage.read_only = True
-    files = open_files(storage, FINGERPRINT, [PAGE], 1 << 20, 4 * PAGE, lambda: 8)
-    executor = SteppedExecutor()
-    maintenance = Maintenance(files, rig.recency, executor, lambda: rig.now)
-    files.index.header = Header(FINGERPRINT, (PAGE,), 4, 9, transient=True)
-    maintenance.empty_records(np.array([1]))
-    maintenance.submit()
-    assert executor.idle
-    maintenance.close()
-    assert executor.idle

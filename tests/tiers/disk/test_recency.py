@@ -97,15 +97,3 @@ def test_a_page_that_cannot_be_written_holds_up_no_other() -> None:
     recency.write(NUM_SLOTS, everything=True)
     assert file.marked == {3, 5, 9}
     assert not recency.has_changes
-
-
-def test_a_page_that_could_not_be_written_is_written_later() -> None:
-    file = Pages(bad={0})
-    recency = Recency(NUM_SLOTS, file)
-    recency.note_use(np.array([1]))
-    with pytest.raises(OSError, match="Input/output error"):
-        recency.write(NUM_SLOTS, everything=False)
-    assert recency.has_changes
-    file.bad = frozenset()
-    recency.write(NUM_SLOTS, everything=False)
-    assert file.written == {0}

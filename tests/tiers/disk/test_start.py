@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvoffload.abc import ConfigError, Tier, TierError
+from kvoffload.abc import ConfigError, Tier
 from kvoffload.testing.tier_conformance import make_pools
 from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.disk.budget import Budget
@@ -21,8 +21,8 @@ from kvoffload.tiers.disk.format import MAX_SEQUENCE, payload_checksum, record_o
 from kvoffload.tiers.disk.layout import SlotLayout
 from kvoffload.tiers.disk.maintenance import RECENCY_S, RETRY_S
 from kvoffload.tiers.disk.start import open_disk_tier
-from kvoffload.tiers.disk.storage import StoredFile
-from tests.sim.storage import FaultRates, FaultyStorage, SimulatedStorage
+from tests.sim.shared_storage import SimulatedStorage
+from tests.sim.storage import FaultyStorage
 from tests.tiers.conftest import Mounts
 from tests.tiers.disk.records import pack_record
 from tests.tiers.disk.rig import FINGERPRINT, OTHERS, PAGE, Rig, capacity, content, du, header_of, key, patch
@@ -74,16 +74,6 @@ def test_a_full_disk_serves_its_blocks_with_one_warning(simulated: Rig, caplog: 
     assert len(warnings(caplog)) == 1
 
 
-def test_another_layout_starts_on_a_full_disk(simulated: Rig, caplog: pytest.LogCaptureFixture) -> None:
-    storage = left_by_a_server(simulated, SimulatedStorage(1 << 20))
-    storage.capacity_bytes = storage.used_bytes
-    simulated.open(storage, slab_bytes=SLAB // 2)
-    simulated.write(1)
-    simulated.check_reads(1)
-    assert len(warnings(caplog)) == 2
-    assert "another layout" in warnings(caplog)[0]
-
-
 def test_blocks_of_other_models_are_removed_from_a_full_disk(simulated: Rig, caplog: pytest.LogCaptureFixture) -> None:
     storage = left_by_a_server(simulated, SimulatedStorage(1 << 20))
     storage.capacity_bytes = storage.used_bytes
@@ -126,46 +116,6 @@ def test_a_slab_that_could_not_be_allocated_is_made_anew_by_the_next_server(tmp_
     rig.check_reads(*range(8))
 
 
-def test_a_short_write_on_a_full_disk_is_reported_as_no_space(simulated: Rig) -> None:
-    class Filling(FaultyStorage):
-        """The first write comes short, and the next one finds no space."""
-
-        def injects(self, fault: str) -> bool:
-            if fault == "short_write" and self.rates.short_write:
-                self.rates = FaultRates(no_space=1.0)
-                return True
-            return super().injects(fault)
-
-    storage = Filling(SimulatedStorage(1 << 20))
-    simulated.open(storage)
-    storage.rates = FaultRates(short_write=1.0)
-    (result,) = simulated.write(1)
-    assert result.error is TierError.NO_SPACE
-
-
-def test_a_short_write_is_continued(tmp_path: Path) -> None:
-    class Interrupted(FaultyStorage):
-        times = 0
-
-        def injects(self, fault: str) -> bool:
-            if fault == "short_write" and self.times:
-                self.times -= 1
-                return True
-            return super().injects(fault)
-
-    medium = SimulatedStorage(1 << 20)
-    storage = Interrupted(medium, seed=3)
-    rig = Rig(tmp_path / "none", 4 * PAGE, PAGE)
-    rig.open(storage)
-    for name in range(6):
-        storage.times = 1
-        assert [result.ok for result in rig.write(name)] == [True]
-        assert not storage.times
-    rig.check_reads(*range(6))
-    rig.open(medium.restart())
-    rig.check_reads(*range(6))
-
-
 # A medium that cannot be written to.
 
 
@@ -177,7 +127,9 @@ def test_a_read_only_disk_serves_its_blocks_with_one_warning(simulated: Rig, cap
     tier = simulated.open(faulty, capacity_bytes=capacity(3))
     assert simulated.write(20) == []
     assert simulated.present() == list(range(8)), "what is beyond the budget cannot be removed"
-    tier = simulated.open(FaultyStorage(ro(storage.restart())), capacity_bytes=BUDGET)
+    again = FaultyStorage(ro(storage.restart()))
+    again.read_only = True
+    tier = simulated.open(again, capacity_bytes=BUDGET)
     simulated.check_reads(*range(8))
     assert simulated.write(20) == []
     tier.touch([key(1)])
@@ -189,7 +141,7 @@ def test_a_read_only_disk_serves_its_blocks_with_one_warning(simulated: Rig, cap
     assert simulated.present() == []
     tier.close()
     assert faulty.operations > before
-    assert faulty.injected["read_only"] == 0, "no write may be tried"
+    assert faulty.injected["read_only"] == again.injected["read_only"] == 0, "no write may be tried"
     assert [("read-only" in warning) for warning in warnings(caplog)] == [True, True]
     simulated.opened = None
     simulated.open(storage.restart().restart())
@@ -240,26 +192,6 @@ def test_a_disk_that_fails_at_the_start_is_not_a_wrong_setting_and_loses_nothing
     assert (storage.num_open, storage.is_locked) == (0, False)
     simulated.open(storage.restart())
     assert simulated.present() == list(range(8))
-
-
-class Odd(FaultyStorage):
-    """A storage on which slabs cannot be allocated."""
-
-    def open(
-        self, folder: str, name: str, create: bool = False, direct: bool = False, fresh: bool = False
-    ) -> StoredFile:
-        if name.startswith("slab"):
-            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-        return super().open(folder, name, create, direct)
-
-
-def test_the_reason_why_no_slab_can_be_made_is_logged_at_the_start(
-    simulated: Rig, caplog: pytest.LogCaptureFixture
-) -> None:
-    simulated.open(Odd(SimulatedStorage(1 << 20)))
-    (warning,) = warnings(caplog)
-    assert "it cannot grow ([Errno 95] Operation not supported) and keeps no blocks" in warning
-    assert "space" not in warning
 
 
 # Files of others.
@@ -369,20 +301,6 @@ def test_a_refused_start_closes_every_file(tmp_path: Path, engines: int, wrong: 
 # The order of eviction.
 
 
-def test_blocks_that_were_hot_in_host_memory_are_kept_after_a_restart(tmp_path: Path) -> None:
-    rig = Rig(tmp_path / "disk", num_slots=100)
-    tier = rig.open()
-    rig.write(*range(100))
-    # The end of a chain, which would be evicted first.
-    hot = range(70, 90)
-    tier.touch([key(name) for name in hot])
-    tier.touch([key(name) for name in (98, 99)], [])
-    rig.open()
-    for name in range(200, 270):
-        rig.write(name)
-    assert set(rig.present(100)) == {*range(8), *hot, 98, 99}
-
-
 def test_uses_are_written_down_every_few_seconds(tmp_path: Path) -> None:
     """A thread writes them in few calls. A kill loses only the uses of the last seconds."""
     now, storage = [1000.0], SimulatedStorage(64 << 20)
@@ -413,45 +331,6 @@ def test_uses_are_written_down_every_few_seconds(tmp_path: Path) -> None:
     assert set(rig.present(2000)) == hot
 
 
-def test_uses_before_a_reset_do_not_make_later_blocks_look_newer(tmp_path: Path) -> None:
-    now, storage = [1000.0], SimulatedStorage(1 << 22)
-    rig = Rig(tmp_path / "none", num_slots=16, clock=lambda: now[0])
-    tier = rig.open(storage)
-    rig.write(*range(8))
-    for _ in range(50):
-        tier.touch([key(name) for name in range(8)])
-    rig.drain()
-    tier.reset()
-    rig.drain()
-    tier.close()
-    rig.opened = None
-    storage = storage.restart()
-    rig.open(storage)
-    # The first of these reuse slots. The process is killed before their recency is written.
-    rig.write(*range(20, 28))
-    rig.write(*range(28, 36))
-    rig.open_after_kill(storage)
-    rig.write(*range(50, 58))
-    assert rig.present() == [*range(28, 36), *range(50, 58)]
-
-
-def test_without_the_recency_file_blocks_are_found_in_the_order_of_writing(tmp_path: Path) -> None:
-    rig = Rig(tmp_path / "disk")
-    rig.open()
-    rig.write(*range(8))
-    rig.tier.touch([key(7)])
-    rig.tier.close()
-    (rig.folder / "recency").unlink()
-    rig.open()
-    rig.write(20)
-    assert rig.present() == [0, 1, 2, 3, 4, 5, 6, 20]
-    # What is written now counts as newer than what was found.
-    rig.write(21)
-    rig.open()
-    rig.write(22)
-    assert rig.present() == [0, 1, 2, 3, 4, 20, 21, 22]
-
-
 @pytest.mark.parametrize("sequence", [(1 << 63) - 1, (1 << 64) - 1, MAX_SEQUENCE])
 def test_a_forged_sequence_hides_no_later_block(tmp_path: Path, sequence: int) -> None:
     rig = Rig(tmp_path / "disk")
@@ -460,8 +339,9 @@ def test_a_forged_sequence_hides_no_later_block(tmp_path: Path, sequence: int) -
     header = header_of(rig)
     rig.tier.close()
     block = [content(3, 0, PAGE)]
-    record = forged(header, key(3), sequence, payload_checksum(header, key(3), block))
-    patch(rig.folder / "index", record_offset(5), record)
+    checksum = payload_checksum(header, key(3), block)
+    record = pack_record(header, key(3), sequence=sequence, stored_at=0, payload_checksum=checksum)
+    patch(rig.folder / "index", record_offset(5), record.tobytes())
     patch(rig.folder / "slab-00000", 5 * PAGE, block[0].tobytes())
     patch(rig.folder / "recency", 16, sequence.to_bytes(8, "little"))
     rig.open()
@@ -473,17 +353,6 @@ def test_a_forged_sequence_hides_no_later_block(tmp_path: Path, sequence: int) -
     rig.write(7)
     rig.open()
     rig.check_reads(1, 2, 4, 5, 6, 7)
-
-
-def forged(header: Any, name: bytes, sequence: int, checksum: int) -> bytes:
-    """Returns a record with that sequence and a valid checksum."""
-    import struct
-
-    from xxhash import xxh3_64_intdigest
-
-    record = bytearray(pack_record(header, name, sequence=0, stored_at=0, payload_checksum=checksum).tobytes()[:-8])
-    struct.pack_into("<Q", record, 96, sequence)
-    return bytes(record) + struct.pack("<Q", xxh3_64_intdigest(bytes(record)))
 
 
 # Real file systems.
@@ -625,15 +494,15 @@ class SlowToFree(SimulatedStorage):
     late_bytes = asked = 0
 
     def remove(self, folder: str, name: str) -> None:
-        before = self.medium.used_bytes
+        before = self.used_bytes
         super().remove(folder, name)
-        self.late_bytes, self.asked = before - self.medium.used_bytes, 0
-        self.medium.capacity_bytes -= self.late_bytes
+        self.late_bytes, self.asked = before - self.used_bytes, 0
+        self.capacity_bytes -= self.late_bytes
 
     def free_bytes(self) -> int:
         self.asked += 1
         if self.asked == 3:
-            self.medium.capacity_bytes += self.late_bytes
+            self.capacity_bytes += self.late_bytes
             self.late_bytes = 0
         return super().free_bytes()
 

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,29 +14,26 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffload.abc import ByteArray, ConfigError, LookupState, TierError
-from kvoffload.cache.policies import BUILTIN
+from kvoffload.abc import ConfigError
 from kvoffload.testing.tier_conformance import make_pools
 from kvoffload.tiers.config import TierContext
-from kvoffload.tiers.disk import index, shrinking
+from kvoffload.tiers.disk import index
 from kvoffload.tiers.disk import tier as disk
 from kvoffload.tiers.disk.directory import DirectoryStorage
 from kvoffload.tiers.disk.format import (
-    HEADER_BYTES,
     RECORD_BYTES,
-    parse_records,
     payload_checksum,
     record_offset,
 )
 from kvoffload.tiers.disk.layout import FIXED_BYTES
 from kvoffload.tiers.disk.maintenance import RETRY_S
-from kvoffload.tiers.disk.slabs import Slabs
 from kvoffload.tiers.disk.start import open_disk_tier
 from kvoffload.tiers.disk.storage import StoredFile
 from kvoffload.tiers.disk.tier import DiskSettings, DiskTier
 from kvoffload.tiers.limited_log import WARNING_INTERVAL_S
 from tests.sim.executor import Killed
-from tests.sim.storage import FaultRates, FaultyStorage, SimulatedStorage
+from tests.sim.shared_storage import SimulatedStorage
+from tests.sim.storage import FaultRates, FaultyStorage
 from tests.tiers.disk.records import pack_record
 from tests.tiers.disk.rig import (
     FINGERPRINT,
@@ -52,7 +46,6 @@ from tests.tiers.disk.rig import (
     header_of,
     key,
     patch,
-    put,
 )
 
 
@@ -81,68 +74,6 @@ def test_recency_outlives_a_restart(rig: Rig, pieces: int, monkeypatch: pytest.M
     assert rig.present() == [5, 10, 11, 12, 13, 14, 15, 16]
 
 
-def leaving(rig: Rig) -> list[list[int]]:
-    """Writes other blocks, which are used more. Returns what is left of blocks 1 to 6, each time that it changes."""
-    left = [rig.present(7)]
-    for other in range(20, 50):
-        rig.tier.touch([key(other)])
-        rig.write(other)
-        rig.tier.touch([key(other)])
-        rig.tier.touch([key(other)])
-        if rig.present(7) != left[-1]:
-            left.append(rig.present(7))
-    return left
-
-
-@pytest.mark.parametrize("policy", BUILTIN)
-@pytest.mark.parametrize("how", ["at once", "restarted", "in parts"])
-def test_a_chain_loses_its_tail_before_its_head(rig: Rig, policy: str, how: str) -> None:
-    tier = rig.open(policy=policy)
-    chain = [key(name) for name in range(1, 7)]
-    if how == "in parts":
-        tier.touch(chain)
-        for part in ((1, 2), (3, 4), (5, 6)):
-            rig.write(*part)
-        tier.touch(chain, chain)
-    else:
-        rig.write(*range(1, 7))
-    if how == "restarted":
-        rig.open()
-    left = leaving(rig)
-    assert all(present == list(range(1, 1 + len(present))) for present in left), left
-    assert len(left) > 1, left
-
-
-def test_the_age_of_a_block_is_that_of_its_write(rig: Rig) -> None:
-    rig.open(wall_clock=lambda: 1234.5)
-    rig.write(1, 2)
-    rig.open(wall_clock=lambda: 9999.0)
-    for _ in range(3):
-        rig.read(2)
-    rig.open()
-    entries = parse_records(header_of(rig), np.fromfile(rig.folder / "index", dtype=np.uint8)[HEADER_BYTES:])
-    found = zip(entries.keys, entries.records, strict=True)
-    assert {name: int(r["stored_at"]) for name, r in found} == {
-        key(1): 1234,
-        key(2): 1234,
-    }
-
-
-def test_blocks_across_slabs_and_evicted_ones_in_between(tmp_path: Path) -> None:
-    rig = Rig(tmp_path / "disk", slab_bytes=3 * PAGE, capacity_bytes=capacity(10, num_slabs=4))
-    rig.open()
-    for name in range(40):
-        rig.write(name)
-        rig.tier.delete([key(name - 3)] if name % 4 == 0 and name > 3 else [])
-    there = rig.present()
-    assert len(there) >= 8
-    assert len(list(rig.folder.glob("slab-*"))) == 4
-    rig.check_reads(*there)
-    rig.open()
-    assert rig.present() == there
-    rig.check_reads(*there)
-
-
 def test_the_newer_of_two_records_of_a_key_counts(rig: Rig) -> None:
     rig.open()
     rig.write(1, 2)
@@ -165,118 +96,6 @@ def test_the_newer_of_two_records_of_a_key_counts(rig: Rig) -> None:
 # Only bytes that were written come back.
 
 
-def test_any_byte_of_a_payload_changed_is_a_miss(tmp_path: Path) -> None:
-    rig = Rig(tmp_path / "disk", num_slots=128)
-    rig.open()
-    for start in range(0, PAGE, 128):
-        names = range(start, start + 128)
-        rig.write(*names)
-        slab = np.memmap(rig.folder / "slab-00000", dtype=np.uint8, mode="r+")
-        slab.reshape(-1, PAGE)[np.arange(128), np.arange(start, start + 128)] ^= 1
-        slab.flush()
-        del slab
-        assert rig.read(*names) == dict.fromkeys(names, TierError.CORRUPT)
-        assert rig.tier.contains([key(name) for name in names]).tolist() == [LookupState.MISS] * 128
-    rig.open()
-    assert rig.present(PAGE) == []
-
-
-@pytest.mark.parametrize("name", ["index", "slab-00000"])
-def test_truncated_files_give_misses(rig: Rig, name: str) -> None:
-    rig.open()
-    rig.write(*range(8))
-    rig.tier.close()
-    whole = rig.path.with_name("whole")
-    shutil.copytree(rig.path, whole)
-    size = (rig.folder / name).stat().st_size
-    # Bytes of a checksum that were cut off read as zeros, which they may have been: all eight are cut off.
-    for cut in (0, 1, 100, size // 3, size // 2, size - 129, size - 8, size):
-        shutil.rmtree(rig.path)
-        shutil.copytree(whole, rig.path)
-        os.truncate(rig.folder / name, cut)
-        rig.open()
-        there = rig.present()
-        assert len(there) == 8 if cut == size else len(there) < 8
-        rig.check_reads(*there)
-        rig.write(*range(8))
-        rig.check_reads(*range(8))
-
-
-@pytest.mark.parametrize("what", ["link", "folder", "pipe"])
-def test_blocks_are_found_whatever_is_in_the_place_of_the_recency_file(rig: Rig, tmp_path: Path, what: str) -> None:
-    rig.open()
-    rig.write(1, 2)
-    rig.tier.close()
-    (rig.folder / "recency").unlink()
-    put(what, rig.folder / "recency", tmp_path / "target")
-    rig.open()
-    rig.check_reads(1, 2)
-    rig.write(3)
-    rig.tier.touch([key(1)])
-    rig.open()
-    rig.check_reads(1, 2, 3)
-    assert (tmp_path / "target").read_bytes() == b"not ours"
-
-
-@pytest.mark.parametrize("name", ["index", ""])
-def test_what_is_in_the_place_of_the_tiers_files_is_named(rig: Rig, name: str) -> None:
-    rig.open()
-    rig.write(1)
-    rig.tier.close()
-    shutil.rmtree(rig.folder)
-    if name:
-        rig.folder.mkdir(mode=0o700)
-        (rig.folder / name).mkdir()
-    else:
-        rig.folder.symlink_to(rig.path.parent)
-    with pytest.raises(ConfigError, match=name or FINGERPRINT):
-        open_disk_tier(rig.path, capacity(8), TierContext(rig.pools, FINGERPRINT))
-
-
-def test_exchanged_slabs_give_misses(tmp_path: Path) -> None:
-    rig = Rig(tmp_path / "disk", slab_bytes=4 * PAGE, capacity_bytes=capacity(8, num_slabs=2))
-    rig.open()
-    rig.write(0, 1, 2, 3)
-    rig.write(4, 5, 6, 7)
-    rig.tier.close()
-    a, b = (rig.folder / f"slab-0000{n}" for n in (0, 1))
-    a.rename(rig.folder / "x")
-    b.rename(a)
-    (rig.folder / "x").rename(b)
-    rig.open()
-    there = rig.present()
-    assert len(there) == 8
-    assert rig.read(*there) == dict.fromkeys(there, TierError.CORRUPT)
-
-
-@pytest.mark.parametrize("names", [["index"], ["slab-00000"], ["index", "slab-00000"]])
-def test_files_of_another_fingerprint_give_misses(rig: Rig, names: list[str]) -> None:
-    rig.open(capacity_bytes=capacity(20, num_slabs=5), slab_bytes=4 * PAGE)
-    rig.write(1, 2)
-    rig.open(fingerprint=OTHERS[0])
-    assert rig.present() == []
-    rig.write(1, 2, version=5)
-    rig.tier.close()
-    for name in names:
-        shutil.copyfile(rig.folder / name, rig.path / FINGERPRINT / name)
-    rig.open(fingerprint=FINGERPRINT)
-    assert set(rig.read(1, 2).values()) <= {TierError.CORRUPT}
-    assert rig.present() == []
-
-
-def test_an_older_index_gives_misses(rig: Rig) -> None:
-    rig.open(capacity_bytes=capacity(2))
-    rig.write(1, 2)
-    rig.tier.close()
-    older = (rig.folder / "index").read_bytes()
-    rig.open()
-    rig.write(3, 4)
-    rig.tier.close()
-    (rig.folder / "index").write_bytes(older)
-    rig.open()
-    assert rig.read(1, 2) == dict.fromkeys((1, 2), TierError.CORRUPT)
-
-
 @pytest.mark.parametrize("change", [{"slot_bytes": (8192,)}, {"slots_per_slab": 99}])
 def test_another_layout_makes_the_tier_start_anew(rig: Rig, change: dict[str, Any]) -> None:
     rig.open()
@@ -290,55 +109,26 @@ def test_another_layout_makes_the_tier_start_anew(rig: Rig, change: dict[str, An
     rig.check_reads(1)
 
 
-def test_another_version_makes_the_tier_start_anew(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as future:
-        future.setattr("kvoffload.tiers.disk.format.FORMAT_VERSION", 3)
-        rig.open()
-        rig.write(1)
-        rig.open()
-        rig.check_reads(1)
-        rig.tier.close()
-    rig.open()
-    assert rig.present() == []
-
-
 # The budget.
 
 
-def test_the_tier_stays_within_its_budget(tmp_path: Path) -> None:
-    storage = SimulatedStorage(1 << 30)
-    rig = Rig(tmp_path / "none", slab_bytes=4 * PAGE)
-    budget = capacity(20, num_slabs=5)
-    for n in range(30):
-        fingerprint = OTHERS[n % 3] if n % 7 else FINGERPRINT
-        budget = budget * 2 // 3 if n % 10 == 9 else budget
-        rig.open(storage, capacity_bytes=budget, fingerprint=fingerprint)
-        assert storage.used_bytes <= budget
-        storage.reset_peak()
-        for start in range(0, 30, 5):
-            rig.write(*range(start, start + 5))
-        assert PAGE <= storage.peak_bytes <= budget
-        storage = storage.restart()
-        rig.opened = None
-
-
-def fill(rig: Rig) -> list[int]:
-    """Writes 12 blocks into 3 slabs and uses some of them. Returns all, the most recently used first."""
+def fill(rig: Rig, num_slots: int) -> list[int]:
+    """Writes 12 blocks into 3 slabs. Returns those in the first ``num_slots`` slots."""
     rig.open()
     for name in range(12):
         rig.write(name)
-    rig.read(1, 0)
-    rig.tier.touch([key(5), key(6)])
-    rig.drain()
-    return [5, 6, 1, 0, 11, 10, 9, 8, 7, 4, 3, 2]
+    slots = rig.tier.catalog._table.find([key(name) for name in range(12)])
+    return np.flatnonzero(slots < num_slots).tolist()
 
 
 @pytest.mark.parametrize("num_slots", [1, 4, 6, 11])
 @pytest.mark.parametrize("cause", ["budget", "files of others"])
-def test_a_smaller_budget_keeps_the_most_recently_used_blocks(tmp_path: Path, num_slots: int, cause: str) -> None:
+def test_a_smaller_budget_keeps_the_blocks_that_fit(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, num_slots: int, cause: str
+) -> None:
     whole = capacity(12, num_slabs=3)
     rig = Rig(tmp_path / "disk", slab_bytes=4 * PAGE, capacity_bytes=whole)
-    used = fill(rig)
+    kept = fill(rig, num_slots)
     less = capacity(num_slots, num_slabs=-(-num_slots // 4))
     if cause == "budget":
         rig.settings["capacity_bytes"] = less
@@ -346,10 +136,11 @@ def test_a_smaller_budget_keeps_the_most_recently_used_blocks(tmp_path: Path, nu
         (rig.path / "stray").write_bytes(bytes((whole - less) // PAGE * PAGE))
     for _ in range(2):
         rig.open()
-        assert rig.present() == sorted(used[:num_slots])
-        rig.check_reads(*used[:num_slots])
+        assert rig.present() == kept
+        rig.check_reads(*kept)
+    assert caplog.text.count(f"{12 - num_slots} block") == 1
     rig.write(20)
-    assert rig.present() == sorted([20, *used[: num_slots - 1]])
+    assert len(rig.present()) == num_slots
     (rig.path / "stray").unlink(missing_ok=True)
     rig.open(capacity_bytes=whole)
     rig.write(*range(30, 42 - num_slots))
@@ -357,86 +148,34 @@ def test_a_smaller_budget_keeps_the_most_recently_used_blocks(tmp_path: Path, nu
     rig.check_reads(*rig.present())
 
 
-def test_a_kill_while_blocks_are_moved_loses_none_that_fits(tmp_path: Path) -> None:
-    less = capacity(6, num_slabs=2)
+@pytest.mark.parametrize("later", [6, 12])
+def test_a_kill_while_slots_beyond_the_budget_are_removed(tmp_path: Path, later: int) -> None:
+    """``later``: slots within the budget of the next process."""
     for num_operations in range(1000):
         storage = SimulatedStorage(1 << 20)
         rig = Rig(tmp_path / "none", slab_bytes=4 * PAGE, capacity_bytes=capacity(12, num_slabs=3))
         rig.storage = lambda storage=storage: storage  # type: ignore[method-assign, misc]
-        used = fill(rig)
-        # Writes down the latest uses, of which a kill loses those of RECENCY_S.
-        rig.tier.close()
+        kept = fill(rig, 6)
         before = storage.used_bytes
         restarted = storage.restart()
         faulty = FaultyStorage(restarted)
         faulty.kill_at = num_operations
         rig.opened, is_done = None, True
         try:
-            rig.open(faulty, capacity_bytes=less)
+            rig.open(faulty, capacity_bytes=capacity(6, num_slabs=2))
         except Killed:
             is_done = False
         rig.opened, again = None, restarted.restart()
-        rig.open(again, capacity_bytes=less)
+        budget = capacity(later, num_slabs=-(-later // 4))
+        rig.open(again, capacity_bytes=budget)
         assert storage.peak_bytes <= before, "nothing grows meanwhile"
-        assert again.used_bytes <= less
-        assert rig.present() == sorted(used[:6])
-        rig.check_reads(*used[:6])
+        assert again.used_bytes <= budget
+        assert set(kept) <= set(rig.present())
+        assert later == 12 or rig.present() == kept
+        rig.check_reads(*rig.present())
         if is_done:
             break
-    assert num_operations > 20
-
-
-def test_moving_blocks_into_a_smaller_budget_ends_at_a_deadline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shrinking, "MOVED_BYTES", 1)
-    rig = Rig(tmp_path / "disk", slab_bytes=4 * PAGE, capacity_bytes=capacity(12, num_slabs=3))
-    assert fill(rig) == [5, 6, 1, 0, 11, 10, 9, 8, 7, 4, 3, 2]
-
-    def clock() -> float:
-        """Returns the deadline once a block was moved."""
-        index = parse_records(header_of(rig), np.fromfile(rig.folder / "index", dtype=np.uint8, offset=HEADER_BYTES))
-        return shrinking.MOVE_DEADLINE_S if index.keys.count(key(11)) > 1 else 0.0
-
-    # 6 and 11 replace 2 and 3; there is no time for 10, and 4 stays in its place.
-    rig.open(capacity_bytes=capacity(6, num_slabs=2), clock=clock)
-    assert rig.present() == [0, 1, 4, 5, 6, 11]
-    rig.check_reads(*rig.present())
-
-
-def test_the_log_says_which_blocks_could_not_be_moved_and_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    rig = Rig(tmp_path / "disk", slab_bytes=4 * PAGE, capacity_bytes=capacity(12, num_slabs=3))
-    used = fill(rig)
-    write = Slabs.write
-
-    def fail(slabs: Slabs, slot: int, buffers: Sequence[ByteArray]) -> None:
-        if slot == 3:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        write(slabs, slot, buffers)
-
-    monkeypatch.setattr(Slabs, "write", fail)
-    rig.open(capacity_bytes=capacity(6, num_slabs=2))
-    assert len(set(rig.present()) & set(used[:6])) == 5
-    assert "5 of 12 blocks stay; 2 of them were moved; 1 more could not be moved (Input/output error)" in caplog.text
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_blocks_that_cannot_be_moved_are_lost_alone(tmp_path: Path, seed: int) -> None:
-    storage = SimulatedStorage(1 << 20)
-    rig = Rig(tmp_path / "none", slab_bytes=4 * PAGE, capacity_bytes=capacity(12, num_slabs=3))
-    rig.storage = lambda: storage  # type: ignore[method-assign]
-    used = fill(rig)
-    restarted = storage.restart()
-    faulty, rig.opened = FaultyStorage(restarted, seed=seed), None
-    faulty.rates = FaultRates(short_read=0.3, short_write=0.3)
-    with suppress(OSError):
-        rig.open(faulty, capacity_bytes=capacity(6, num_slabs=2))
-    faulty.active, rig.opened = False, None
-    rig.open(restarted.restart(), capacity_bytes=capacity(6, num_slabs=2))
-    assert set(rig.present()) <= set(used)
-    rig.check_reads(*rig.present())
+    assert num_operations > 10
 
 
 def test_other_fingerprints_make_room_oldest_first_and_last_slab_first(tmp_path: Path) -> None:
@@ -488,39 +227,7 @@ def test_a_budget_without_room_for_a_block_is_refused(rig: Rig) -> None:
     rig.check_reads(1)
 
 
-def test_a_budget_beyond_the_medium_is_refused(tmp_path: Path) -> None:
-    storage = SimulatedStorage(1 << 20)
-    rig = Rig(tmp_path / "none", capacity_bytes=2 << 20)
-    with pytest.raises(ConfigError, match=r"^bytes=2097152 \(2 MiB\).*can give only 1\.1 MiB"):
-        rig.open(storage)
-    rig.open(storage, capacity_bytes=1 << 20)
-    for start in range(0, 250, 50):
-        rig.write(*range(start, start + 50))
-    rig.open(storage.restart())
-    assert storage.used_bytes > 850 << 10
-
-
 # When the medium fails.
-
-
-def test_without_room_to_grow_blocks_replace_blocks(tmp_path: Path) -> None:
-    now = [0.0]
-    storage = SimulatedStorage(1 << 20)
-    budget = capacity(12, num_slabs=3)
-    rig = Rig(tmp_path / "none", slab_bytes=4 * PAGE, capacity_bytes=budget, clock=lambda: now[0])
-    rig.open(storage)
-    storage.capacity_bytes = storage.used_bytes
-    for name in range(12):
-        rig.write(name)
-    assert len(rig.present()) == 4
-    assert rig.tier.stats().num_evicted == 8
-    rig.check_reads(8, 9, 10, 11)
-    storage.capacity_bytes = 1 << 20
-    now[0] += RETRY_S
-    for name in range(20, 28):
-        rig.write(name)
-        rig.write(name)
-    assert len(rig.present()) == 12
 
 
 class FullStorage(FaultyStorage):
@@ -552,37 +259,6 @@ def test_without_any_room_writes_are_refused_until_there_is_some(
     rig.check_reads(1)
 
 
-@pytest.mark.parametrize("rates", [FaultRates(io_error=1.0), FaultRates(short_read=1.0)])
-def test_a_block_that_cannot_be_read_is_gone(tmp_path: Path, rates: FaultRates) -> None:
-    storage = FaultyStorage(SimulatedStorage(1 << 20))
-    rig = Rig(tmp_path / "none")
-    rig.open(storage)
-    rig.write(1, 2)
-    storage.rates = rates
-    assert rig.read(1) == {1: TierError.IO}
-    storage.rates = FaultRates()
-    assert rig.present() == [2]
-    rig.check_reads(2)
-    rig.write(1)
-    rig.check_reads(1)
-
-
-@pytest.mark.parametrize("fault", ["io_error", "short_write", "no_space"])
-def test_a_block_that_cannot_be_written_is_not_there(tmp_path: Path, fault: str) -> None:
-    storage = FaultyStorage(SimulatedStorage(1 << 20))
-    rig = Rig(tmp_path / "none")
-    rig.open(storage)
-    rig.write(1)
-    storage.rates = FaultRates(**{fault: 1.0})
-    results = rig.write(2, 3)
-    assert {result.error for result in results} == {TierError.NO_SPACE if fault == "no_space" else TierError.IO}
-    assert len(results) == 2
-    storage.rates = FaultRates()
-    assert rig.present() == [1]
-    rig.write(2, 3)
-    rig.check_reads(1, 2, 3)
-
-
 def test_warnings_are_few_and_name_the_key(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
     rig.open(clock=lambda: now[0])
@@ -599,17 +275,6 @@ def test_warnings_are_few_and_name_the_key(rig: Rig, caplog: pytest.LogCaptureFi
 
 
 # Removed blocks stay away.
-
-
-def test_deleted_blocks_do_not_come_back_when_their_slots_have_new_blocks(rig: Rig) -> None:
-    rig.open(capacity_bytes=capacity(4))
-    rig.write(1, 2, 3, 4)
-    rig.tier.delete([key(2), key(3)])
-    # The slots get new blocks before their old records are emptied.
-    rig.write(5, 6)
-    rig.open()
-    assert rig.present() == [1, 4, 5, 6]
-    rig.check_reads(1, 4, 5, 6)
 
 
 def test_a_slot_that_has_a_new_block_is_not_emptied_for_the_old_one(rig: Rig) -> None:
@@ -631,20 +296,6 @@ def test_a_slot_that_has_a_new_block_is_not_emptied_for_the_old_one(rig: Rig) ->
     rig.open()
     assert rig.present() == [1, 4, 5, 6]
     rig.check_reads(1, 4, 5, 6)
-
-
-def test_a_block_deleted_while_it_is_written_does_not_come_back_after_a_kill(tmp_path: Path) -> None:
-    storage = SimulatedStorage(1 << 20)
-    rig = Rig(tmp_path / "none")
-    rig.open(storage)
-    rig.write(1)
-    rig.pools[0][0] = content(2, 0, PAGE)
-    assert rig.tier.write([key(2)], np.array([0])) == [key(2)]
-    # The record is emptied first, and written by the write that is under way after that.
-    rig.tier.delete([key(2)])
-    assert [result.error for result in rig.drain()] == [TierError.GONE]
-    rig.open_after_kill(storage)
-    assert rig.present() == [1]
 
 
 def test_no_later_process_finds_blocks_from_before_or_after_a_reset(rig: Rig) -> None:
@@ -831,20 +482,6 @@ except ConfigError as error:
     assert two >= one + 1000
     assert four == 4096
     assert "ulimit -n" in error
-
-
-def test_files_that_cannot_be_opened_at_the_start_are_not_removed(tmp_path: Path) -> None:
-    pools = make_pools(4, PAGE)
-    tier = open_disk_tier(tmp_path / "disk", 1 << 20, TierContext(pools, FINGERPRINT))
-    tier.write([key(1)], np.array([0]))
-    tier.close()
-    storage = FaultyStorage(DirectoryStorage(tmp_path / "disk"))
-    storage.rates = FaultRates(io_error=1.0)
-    with pytest.raises(OSError, match="Input/output error"):
-        DiskTier(storage, pools, DiskSettings(FINGERPRINT, 1 << 20))
-    again = open_disk_tier(tmp_path / "disk", 1 << 20, TierContext(pools, FINGERPRINT))
-    assert again.contains([key(1)]).tolist() == [LookupState.HIT]
-    again.close()
 
 
 def test_close_does_not_wait_for_a_medium_that_hangs_in_its_last_write(

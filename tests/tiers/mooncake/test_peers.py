@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from kvoffload.abc import ByteArray, TierError
-from kvoffload.tiers.remote.memory import ROWS_BYTES
+from kvoffload.tiers.remote.worker import ROWS_BYTES
 from tests.tiers.mooncake.rig import Master, needs_mooncake, segment
 from tests.tiers.mooncake.test_store import KEYS, Server
 

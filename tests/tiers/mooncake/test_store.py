@@ -111,16 +111,6 @@ def test_a_master_that_stands_still(tmp_path: Path) -> None:
 # Faults of which each needs a store of its own and mostly waits, for leases and connections: they run at once.
 
 
-def a_full_store_refuses_blocks_and_takes_them_again(folder: Path) -> None:
-    master = Master(folder, "-default_kv_lease_ttl=500")
-    server = Server(master)
-    assert {result.error for result in server.write(KEYS[:4]).values()} == {TierError.NO_SPACE}
-    with segment(master, SEGMENT_BYTES):
-        server.works_again(KEYS[:4])
-    server.close()
-    master.kill()
-
-
 def a_master_that_is_killed_and_comes_back_empty(folder: Path) -> None:
     master = Master(folder, "-client_ttl=2")
     with segment(master, SEGMENT_BYTES):
@@ -152,7 +142,6 @@ def memory_that_is_gone(folder: Path) -> None:
 
 
 FAULTS = (
-    a_full_store_refuses_blocks_and_takes_them_again,
     a_master_that_is_killed_and_comes_back_empty,
     memory_that_is_gone,
 )

@@ -91,12 +91,6 @@ def test_a_chain_costs_a_request_per_object() -> None:
     assert bucket.take_counts() == {"head": 1}, "the object is asked for again, from the middle of the chain too"
 
 
-def test_a_chain_that_is_missing_costs_little() -> None:
-    bucket = MemoryBucket()
-    assert client_on(bucket).exists(CHAIN) == [MISSING] * 200
-    assert bucket.take_counts() == {"head": 4}
-
-
 @pytest.mark.parametrize("pieces", [[40, 64, 64, 32], [1] * 40, [64, 5, 1, 3, 2, 1, 20, 64, 7], [64, 64, 64, 8]])
 def test_a_chain_that_was_stored_bit_by_bit_is_found(pieces: list[int]) -> None:
     bucket = MemoryBucket()
@@ -150,54 +144,7 @@ def test_only_groups_that_are_looked_up_from_the_head_share_objects() -> None:
     assert get(reader, wanted) == [OK] * 11
 
 
-def test_two_servers_that_store_overlapping_chains_at_the_same_time() -> None:
-    bucket = MemoryBucket()
-    short, long = client_on(bucket), client_on(bucket)
-    # Both have looked, and found nothing.
-    assert put(short, CHAIN[:10]) == [OK] * 10
-    assert put(long, CHAIN[:64]) == [HELD] * 10 + [OK] * 54
-    assert put(long, CHAIN[:64]) == [HELD] * 64
-    for client in (short, long, client_on(bucket)):
-        assert client.exists(CHAIN[:64]) == [OK] * 64
-        assert get(client, CHAIN[:64]) == [OK] * 64
-
-
-def test_a_store_without_conditional_put() -> None:
-    bucket = MemoryBucket()
-    bucket.is_conditional = False
-    short, long = client_on(bucket), client_on(bucket)
-    assert put(long, CHAIN[:64]) == [OK] * 64
-    assert put(short, CHAIN[:10]) == [OK] * 10, "it has replaced the larger object"
-    assert get(long, CHAIN[:64]) == [MISSING] * 64, "the place is not that of the bytes any more"
-    assert long.exists(CHAIN[:64]) == [OK] * 10 + [MISSING] * 54
-    assert get(long, CHAIN[:10]) == [OK] * 10
-
-
 # What is gone, lies or is damaged.
-
-
-def test_an_object_that_is_gone_is_missing_and_its_places_are_forgotten() -> None:
-    bucket = MemoryBucket()
-    store(bucket, CHAIN[:128])
-    reader = client_on(bucket)
-    assert reader.exists(CHAIN[:128]) == [OK] * 128
-    del bucket.objects[CHAIN[64]]
-    assert get(reader, CHAIN[60:70]) == [OK] * 4 + [MISSING] * 6
-    # Another server stores the blocks again, otherwise.
-    store(bucket, CHAIN[64:70])
-    assert get(reader, CHAIN[60:70]) == [OK] * 10
-
-
-def test_an_object_that_was_replaced_is_missing_until_it_was_looked_up() -> None:
-    bucket = MemoryBucket()
-    store(bucket, CHAIN[:64])
-    reader = client_on(bucket)
-    assert reader.exists(CHAIN[:64]) == [OK] * 64
-    bucket.objects.clear()
-    put(client_on(bucket), CHAIN[:3] + CHAIN[5:9])
-    assert get(reader, CHAIN[3:9]) == [MISSING] * 6
-    assert reader.exists(CHAIN[:9]) == [OK] * 3 + [MISSING] * 2 + [OK] * 4
-    assert get(reader, CHAIN[:9]) == [OK] * 3 + [MISSING] * 2 + [OK] * 4
 
 
 @pytest.mark.parametrize("note", ["", "1:", "2:AAAA", "1:!!!", "1:AAAA", "1:" + "A" * 2000, make_note([b"x" * 8])])
@@ -213,17 +160,6 @@ def test_an_object_whose_note_makes_no_sense_has_its_own_value_only(note: str) -
     reader.distrust(CHAIN[:1])
     assert reader.remove(CHAIN[:1]) == [OK]
     assert not bucket.objects
-
-
-def test_a_truncated_object_has_another_size() -> None:
-    bucket = MemoryBucket()
-    store(bucket, CHAIN[:8])
-    data, note = bucket.objects[CHAIN[0]]
-    for size in (7 * VALUE_BYTES, VALUE_BYTES - 1, 8 * VALUE_BYTES - 1):
-        bucket.objects[CHAIN[0]] = data[:size], note
-        reader = client_on(bucket)
-        assert reader.exists(CHAIN[:8]) == [OK] * 8
-        assert set(get(reader, CHAIN[:8])) | set(get(reader, CHAIN[7:8])) == {OTHER_SIZE}
 
 
 def test_requests_that_fail_are_no_answers() -> None:
@@ -300,20 +236,6 @@ def test_an_object_is_deleted_with_all_of_its_values_or_one_that_is_wrong(remove
         assert set(put(client, again)) <= {OK, HELD}
         assert get(client, CHAIN[:4]) == [OK] * 4
         assert get(client_on(bucket), CHAIN[:4]) == [OK] * 4
-
-
-def test_values_of_others_in_an_object_of_the_same_name_stay() -> None:
-    """A client that has stored a value elsewhere, or no longer knows where, removes it."""
-    bucket = MemoryBucket()
-    put(client_on(bucket), CHAIN[:4])
-    client = client_on(bucket)
-    assert client.remove([CHAIN[0]]) == [OK]
-    assert client.exists(CHAIN[:4]) == [MISSING, OK, OK, OK]
-    assert get(client_on(bucket), CHAIN[:4]) == [OK] * 4
-    # An object with no other value is deleted.
-    put(client_on(bucket), CHAIN[4:5])
-    assert client_on(bucket).remove([CHAIN[4]]) == [OK]
-    assert client_on(bucket).exists(CHAIN[4:5]) == [MISSING]
 
 
 def test_places_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvoffload.abc import OffloadKey, TierError
+from kvoffload.abc import TierError
 from kvoffload.abc.tier import HIT, MISS
 from kvoffload.tiers.object_store import client
 from kvoffload.tiers.object_store.bucket import NewObject, Piece, Times
@@ -100,24 +100,6 @@ def test_servers_share_blocks_on_moto(moto: Moto) -> None:
     other.works_again(chain(4, seed=1))
 
 
-@pytest.mark.soak
-@needs_moto
-def test_moto_may_stand_still_or_be_killed(moto: Moto) -> None:
-    server = Server(moto.endpoint, "7a" * 32, has_process=True)
-    server.connect()
-    server.works_again(KEYS)
-    moto.pause()
-    assert server.states(chain(4, seed=2)) == [MISS] * 4
-    assert not any(each.ok for each in server.read(KEYS[:8]).values())
-    moto.resume()
-    server.works_again(KEYS)
-    moto.kill()
-    assert server.states(chain(4, seed=3)) == [MISS] * 4
-    assert not any(each.ok for each in server.read(KEYS[:8]).values())
-    moto.start()
-    server.works_again(KEYS)
-
-
 # On a server that misbehaves.
 
 
@@ -162,31 +144,6 @@ def test_objects_that_others_have_changed_are_never_loaded_and_written_again(fak
         late.works_again(KEYS)
         late.close()
         reader.works_again(KEYS)
-
-
-def test_a_store_that_asks_for_fewer_requests(fake: FakeS3, server: Server) -> None:
-    server.works_again(KEYS)
-    fake.storms = 1
-    assert server.states(chain(3, seed=1)) == [MISS] * 3, "tried again at once"
-    assert server.tier.num_failed_lookups == 0
-    fake.storms = 1 << 20
-    assert server.states(chain(3, seed=2)) == [MISS] * 3
-    assert server.tier.num_failed_lookups == 1
-    assert not any(each.ok for each in server.read(KEYS).values())
-    fake.storms = 0
-    server.works_again(KEYS + chain(3, seed=3))
-
-
-def test_a_store_without_conditional_put_is_named_once(fake: FakeS3, caplog: pytest.LogCaptureFixture) -> None:
-    fake.is_conditional = False
-    opened = bucket(fake.endpoint)
-    data = [np.arange(100, dtype=np.uint8)]
-    items = [NewObject(str(i), "", data) for i in range(5)]
-    assert opened.put(items[:1]) + opened.put(items) == [Outcome.OK] * 6
-    assert [each.message for each in caplog.records if "no conditional put" in each.message] == [
-        "s3://kv-bucket/folder: the store has no conditional put; two servers that compute the same block may both "
-        "store it"
-    ]
 
 
 def test_what_a_store_once_could_not_do_is_tried_again(fake: FakeS3, server: Server) -> None:
@@ -374,14 +331,6 @@ def test_words_for_errors_that_no_server_here_can_make() -> None:
     assert classify(Exception(refused)) is BucketProblem.NO_CREDENTIALS
     assert classify(Exception(refused.replace("169.254.169.254", "store"))) is BucketProblem.REFUSED
     assert classify(Exception("status code: 507 Insufficient Storage")) is BucketProblem.FULL
-
-
-def test_a_local_directory(tmp_path: Path) -> None:
-    one, other = (Server("", url=f"file://{tmp_path}/bucket") for _ in range(2))
-    one.works_again(KEYS)
-    keys: list[OffloadKey] = KEYS
-    assert other.states(keys) == [HIT] * 20
-    assert other.reads_all(keys)
 
 
 def test_a_late_answer_to_a_put_keeps_no_read_back(fake: FakeS3) -> None:

@@ -76,17 +76,6 @@ def test_values_come_back_as_they_were(server: RedisServer, transport: str, size
     assert client.exists(known) == [MISSING] * 9
 
 
-def test_thousands_of_names_in_one_call(server: RedisServer) -> None:
-    client = make_client(server.url)
-    known, buffers = names(3000), values(3000, 128)
-    assert client.put(known, buffers) == [OK] * 3000
-    assert client.exists(names(5000)) == [OK] * 3000 + [MISSING] * 2000
-    found = emptied(buffers)
-    assert client.get(known, found) == [OK] * 3000
-    assert same(found, buffers)
-    assert client.exists([]) == []
-
-
 def test_values_of_another_size_or_kind_leave_the_others_readable(server: RedisServer) -> None:
     client = make_client(server.url)
     known, buffers = names(6), values(6, 128, 70_000)

@@ -6,7 +6,6 @@ import binascii
 import itertools
 import socket
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from kvoffload.abc.tier import HIT
 from kvoffload.tiers.redis.location import parse_url
 from kvoffload.tiers.redis.login import Login
 from kvoffload.tiers.redis.nodes import NUM_SLOTS, Nodes, NodeTimes
@@ -30,7 +28,6 @@ from tests.tiers.redis.rig import (
     same,
     values,
 )
-from tests.tiers.redis.test_store import Server
 from tests.tiers.remote.rig import DEADLINE_S, eventually
 
 pytestmark = needs_redis
@@ -199,21 +196,6 @@ def test_a_node_that_refuses_writes_is_read_and_the_others_are_written(nodes: li
     eventually(lambda: Outcome.OK in client.put(of_full[:1], buffers[:1]))
 
 
-def test_a_node_that_wants_a_password_costs_its_names_only(nodes: list[RedisServer]) -> None:
-    client = make_client(f"redis://{HOST}:{nodes[0].port}")
-    assert client.put(KNOWN, values(60, 128, 5000)) == [Outcome.OK] * 60
-    locked = owner(nodes, KNOWN[0])
-    expected = [Outcome.AWAY if owner(nodes, name) is locked else Outcome.OK for name in KNOWN]
-    raw = locked.raw()
-    raw.config_set("requirepass", "secret")
-    try:
-        raw.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
-        assert [client.exists(KNOWN) for _ in range(3)] == [expected] * 3
-    finally:
-        raw.config_set("requirepass", "")
-    eventually(lambda: client.exists(KNOWN) == [Outcome.OK] * 60)
-
-
 def test_a_node_that_has_left_the_cluster_is_not_asked_for_ever(nodes: list[RedisServer], tmp_path: Path) -> None:
     """Its names have moved to others, and it answers CLUSTERDOWN instead of saying where: while nothing was asked, a
     Cluster was made smaller, and the node reset."""
@@ -239,65 +221,6 @@ def test_a_node_that_has_left_the_cluster_is_not_asked_for_ever(nodes: list[Redi
     assert Outcome.AWAY in client.exists(KNOWN), "the map was wrong, which this test is about"
     eventually(lambda: Outcome.AWAY not in client.put(KNOWN, buffers))
     assert client.exists(KNOWN) == [Outcome.OK] * 60
-
-
-@pytest.mark.soak
-def test_a_cluster_is_resharded_fails_over_and_shrinks_under_load(tmp_path: Path) -> None:
-    """A server with a tier finds all blocks again within 30 s after each, without a restart."""
-    options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "2000", "--cluster-replica-validity-factor", "0")
-    nodes = [RedisServer(tmp_path / str(i), *options, tcp=True) for i in range(6)]
-    addresses = [f"{HOST}:{node.port}" for node in nodes]
-    manage(["create", *addresses, "--cluster-replicas", "1"])
-    eventually(lambda: all(b"cluster_state:ok" in cli(node, "INFO") for node in nodes))
-    eventually(lambda: all(node.raw().info("replication").get("master_link_status", "up") == "up" for node in nodes))
-    server = Server(nodes[0], has_process=True)
-    keys = [bytes([i]) * 36 for i in range(30)]
-    server.works_again(keys)
-    run = server.tier._link._run
-
-    def found_within_30_s(what: str, event: Callable[[], None]) -> None:
-        thread = threading.Thread(target=event)
-        thread.start()
-        while thread.is_alive():
-            server.states(keys)
-            server.read(keys)
-        ended = time.monotonic()
-        while not (server.states(keys) == [HIT] * len(keys) and server.reads_all(keys)):
-            assert time.monotonic() < ended + 30.0, what
-            time.sleep(0.1)
-        print(f"{what}: all found after {time.monotonic() - ended:.1f} s")
-        assert server.tier._link._run is run, "the client was restarted"
-
-    masters = [node for node in nodes if node.raw().info("replication")["role"] == "master"]
-    first, second, third = masters
-    ids = {node.port: node_id(node) for node in masters}
-
-    def reshard(old: RedisServer, new: RedisServer, count: int) -> None:
-        moved = ("--cluster-from", ids[old.port], "--cluster-to", ids[new.port], "--cluster-slots", str(count))
-        manage(["reshard", f"{HOST}:{nodes[0].port}", *moved])
-
-    def fail() -> None:
-        third.kill()
-        eventually(lambda: owner_port(first, NUM_SLOTS - 1) not in (None, third.port))
-
-    def shrink() -> None:
-        reshard(second, first, NUM_SLOTS)
-        manage(["del-node", f"{HOST}:{first.port}", ids[second.port]])
-
-    found_within_30_s("resharded", lambda: reshard(first, second, 3000))
-    found_within_30_s("failed over", fail)
-    found_within_30_s("shrunk", shrink)
-    server.close()
-    for node in nodes:
-        node.kill()
-
-
-def manage(words: Sequence[str]) -> None:
-    """Runs a command of ``redis-cli --cluster``."""
-    done = subprocess.run(
-        ["redis-cli", "--cluster", *words, "--cluster-yes"], capture_output=True, check=False, timeout=120
-    )
-    assert done.returncode == 0, done.stdout.decode()[-2000:]
 
 
 def owner_port(node: RedisServer, slot: int) -> int | None:
@@ -450,9 +373,3 @@ def test_redirects_without_an_end_fail() -> None:
     with pytest.raises(StoreError, match="names were redirected twice"):
         client.exists(names(5))
     assert sum(words[0] == b"EXISTS" for words in server.commands) == 10
-
-
-def test_a_cluster_without_slots_is_named(tmp_path: Path) -> None:
-    node = RedisServer(tmp_path / "node", "--cluster-enabled", "yes", tcp=True)
-    with pytest.raises(StoreError, match="has no nodes with slots yet"):
-        make_client(node.url)

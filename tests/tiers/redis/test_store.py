@@ -99,16 +99,6 @@ def test_a_server_that_is_killed_and_comes_back_empty(tmp_path: Path, caplog: py
     assert "the-password" not in caplog.text
 
 
-def test_a_server_that_stands_still(tmp_path: Path) -> None:
-    store = RedisServer(tmp_path / "redis")
-    server = Server(store, has_process=True)
-    server.works_again(KEYS[:4])
-    store.pause()
-    assert server.states(KEYS[8:12]) == [MISS] * 4
-    store.resume()
-    server.works_again(KEYS[:4])
-
-
 def test_bad_values_are_found_removed_and_written_again(store: RedisServer) -> None:
     server, raw = Server(store), store.raw()
     keys = KEYS[8:15]

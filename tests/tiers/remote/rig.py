@@ -19,12 +19,11 @@ from kvoffload.host.pool import HostPool
 from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.limited_log import LimitedLog
 from kvoffload.tiers.remote.client import StoreClient
-from kvoffload.tiers.remote.memory import ValueMemory
 from kvoffload.tiers.remote.messages import Response, Setup
 from kvoffload.tiers.remote.process import ChildProcess
 from kvoffload.tiers.remote.record import ValueFormat
 from kvoffload.tiers.remote.tier import RemoteTier
-from kvoffload.tiers.remote.worker import StoreWorker
+from kvoffload.tiers.remote.worker import StoreWorker, ValueMemory
 from tests.clock import RealClock
 from tests.tiers.made import closed_later
 from tests.tiers.remote.folder_store import FolderStore

@@ -10,8 +10,8 @@ import pytest
 
 from kvoffload.abc import ByteArray
 from kvoffload.tiers.remote.client import Outcome
-from kvoffload.tiers.remote.memory import MAX_ROWS, ROWS_BYTES, ValueMemory
 from kvoffload.tiers.remote.record import RECORD_BYTES, Value, ValueFormat
+from kvoffload.tiers.remote.worker import MAX_ROWS, ROWS_BYTES, ValueMemory
 
 FINGERPRINT = "5e" * 32
 KEY = bytes(36)

@@ -67,24 +67,6 @@ def test_two_servers_share_blocks_of_several_ranks(store: FolderStore, server: S
     server.works_again(KEYS[4:6])
 
 
-def test_servers_of_other_fingerprints_find_nothing_and_learn_why(
-    store: FolderStore, caplog: pytest.LogCaptureFixture
-) -> None:
-    one = Server(store, identity={"model": "m", "dtype": "bfloat16"})
-    one.connect()
-    one.works_again(KEYS[:2])
-    two = Server(store, fingerprint="7a" * 32, identity={"model": "m", "dtype": "float32"})
-    two.connect()
-    two.until(lambda: len(list(store.folder.glob("values/*identities*"))) == 2, "its identity was never stored")
-    two.close()
-    other = Server(store, fingerprint="6f" * 32, identity={"model": "m", "dtype": "float16"})
-    with caplog.at_level(logging.WARNING):
-        other.connect()
-        assert other.states(KEYS[:2]) == [MISS] * 2
-        other.until(lambda: "dtype is bfloat16 there, float16 here" in caplog.text, "the log does not say why")
-        assert "dtype is float32 there, float16 here" in caplog.text
-
-
 def test_starting_the_process_does_not_wait(store: FolderStore, monkeypatch: pytest.MonkeyPatch) -> None:
     may_start, begun, real = threading.Event(), threading.Event(), subprocess.Popen
 
@@ -134,29 +116,6 @@ def test_a_process_that_is_killed_is_replaced(server: Server) -> None:
     server.store.switch("hang-get", False)
     restart(server)
     server.works_again(KEYS[:3])
-
-
-def test_a_crash_of_the_client_costs_the_engine_nothing(server: Server, caplog: pytest.LogCaptureFixture) -> None:
-    server.store.switch("crash")
-    with caplog.at_level(logging.WARNING):
-        server.tier.contains(KEYS[:2])
-        server.until(lambda: server.tier.num_failed_lookups == 1, "the lookup never ended")
-    assert server.states(KEYS[:2]) == [MISS] * 2
-    assert "client ended" in caplog.text
-    server.store.switch("crash", False)
-    restart(server)
-    server.works_again(KEYS[:2])
-
-
-def test_bad_values_are_removed_and_written_again(server: Server) -> None:
-    server.works_again(KEYS[:2])
-    one, other = server.store.values()
-    data = one.read_bytes()
-    for damaged in (data[:-1] + bytes([data[-1] ^ 1]), data[:99], other.read_bytes()):
-        one.write_bytes(damaged)
-        assert sorted(map(str, server.errors(KEYS[:2]))) == ["None", "corrupt"]
-        server.until(lambda: not one.exists(), "the bad value was never removed")
-        server.works_again(KEYS[:2])
 
 
 @pytest.mark.parametrize(("fault", "deadline_s"), [("hang", LOOKUP_DEADLINE_S), ("hang-get", TRANSFER_DEADLINE_S)])

@@ -11,7 +11,6 @@ import pytest
 from kvoffload.abc import OffloadKey, TierError, TierResult
 from kvoffload.abc.tier import HIT, MISS, RETRY
 from kvoffload.tiers.remote import tier as remote_tier
-from kvoffload.tiers.remote.client import Outcome, StoreError
 from kvoffload.tiers.remote.known import MISSING_TTL_S, PRESENT_TTL_S, RETRY_S
 from kvoffload.tiers.remote.link import (
     FIRST_PAUSE_S,
@@ -21,13 +20,11 @@ from kvoffload.tiers.remote.link import (
     MIN_FAILURES,
     RENEW_AFTER_S,
     START_DEADLINE_S,
-    TRANSFER_DEADLINE_S,
 )
-from kvoffload.tiers.remote.memory import ValueMemory
 from kvoffload.tiers.remote.messages import Op
 from kvoffload.tiers.remote.record import RECORD_BYTES, ValueFormat
 from kvoffload.tiers.remote.tier import RemoteTier
-from kvoffload.tiers.remote.worker import StoreWorker
+from kvoffload.tiers.remote.worker import StoreWorker, ValueMemory
 from tests.tiers.remote.memory_store import MemoryClient, SteppedProcess
 
 FINGERPRINT = "5e" * 32
@@ -155,22 +152,6 @@ def test_keys_asked_about_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rig.states(KEYS[:5]) == [MISS] * 3 + [RETRY] * 2
 
 
-def test_while_the_store_cannot_be_reached_nothing_is_held_or_taken_on() -> None:
-    rig = Rig()
-    rig.stored(KEYS[:2])
-    rig.now += PRESENT_TTL_S
-    rig.process.kill()
-    rig.process.is_reachable = False
-    rig.tier.poll()
-    assert rig.states(KEYS[:3]) == [MISS] * 3
-    assert rig.read(KEYS[:2]) == []
-    assert rig.write(KEYS[2:4]) == []
-    rig.process.is_reachable = True
-    rig.pass_time(FIRST_PAUSE_S)
-    rig.tier.poll()
-    assert rig.states(KEYS[:2]) == [RETRY] * 2
-
-
 # Transfers.
 
 
@@ -184,21 +165,6 @@ def test_a_block_that_the_store_has_evicted_is_gone_and_reported_as_lost() -> No
     assert rig.tier.take_evicted() == [KEYS[0]]
     assert rig.tier.take_evicted() == []
     assert rig.write(KEYS[:1]) == KEYS[:1]
-
-
-def test_a_corrupt_block_is_removed_from_the_store_and_can_be_written_again() -> None:
-    rig = Rig()
-    rig.stored(KEYS[:2])
-    rig.client.values[VALUES.name(KEYS[0])][-1] ^= 1
-    rig.read(KEYS[:2])
-    assert errors(rig.step()) == [TierError.CORRUPT, None]
-    assert rig.states(KEYS[:1]) == [MISS]
-    assert rig.write(KEYS[:1]) == [], "the bad value is still in the store"
-    rig.step()
-    assert len(rig.client.values) == 1
-    rig.stored(KEYS[:1])
-    rig.read(KEYS[:1])
-    assert errors(rig.step()) == [None]
 
 
 def test_removing_a_corrupt_block_is_tried_until_it_is_done() -> None:
@@ -217,17 +183,6 @@ def test_removing_a_corrupt_block_is_tried_until_it_is_done() -> None:
     assert not rig.client.values
     rig.now += MISSING_TTL_S
     assert rig.states(KEYS[:1]) == [RETRY]
-
-
-@pytest.mark.parametrize(("room", "num_errors", "error"), [(0, 0, TierError.NO_SPACE), (9, 1, TierError.IO)])
-def test_a_write_that_fails_says_why(room: int, num_errors: int, error: TierError) -> None:
-    rig = Rig()
-    rig.client.room, rig.client.num_errors = room, num_errors
-    rig.write(KEYS[:2])
-    assert errors(rig.step()) == [error] * 2
-    assert rig.states(KEYS[:2]) == [MISS] * 2
-    rig.client.room = 9
-    rig.stored(KEYS[:2])
 
 
 def test_blocks_in_flight_are_bounded_and_share_requests(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,28 +212,6 @@ def test_a_key_is_moved_once_at_a_time() -> None:
 # Delete and reset.
 
 
-def test_deleting_removes_what_this_process_has_written_and_nothing_else() -> None:
-    one, other = Rig(client := MemoryClient()), Rig(client)
-    one.stored(KEYS[:2])
-    other.write(KEYS[:3])
-    other.step()
-    other.tier.delete(KEYS[:3])
-    assert other.states(KEYS[:3]) == [MISS] * 3
-    other.step()
-    assert sorted(client.values) == sorted(VALUES.name(key) for key in KEYS[:2])
-
-
-def test_a_block_deleted_while_it_is_written_is_removed_once_it_is() -> None:
-    rig = Rig()
-    rig.write(KEYS[:2])
-    rig.tier.delete(KEYS[:1])
-    assert errors(rig.step()) == [TierError.GONE, None]
-    assert rig.write(KEYS[:1]) == [], "its removal is not done yet"
-    rig.step()
-    assert list(rig.client.values) == [VALUES.name(KEYS[1])]
-    rig.stored(KEYS[:1])
-
-
 def test_a_lookup_under_way_does_not_bring_a_deleted_block_back() -> None:
     rig = Rig()
     rig.stored(KEYS[:1])
@@ -290,46 +223,7 @@ def test_a_lookup_under_way_does_not_bring_a_deleted_block_back() -> None:
     assert rig.states(KEYS[:1]) == [MISS]
 
 
-def test_reset_forgets_and_deletes_nothing() -> None:
-    rig = Rig()
-    rig.stored(KEYS[:2])
-    rig.read(KEYS[:1])
-    rig.write(KEYS[2:3])
-    rig.tier.reset()
-    assert errors(rig.step()) == [TierError.GONE] * 2
-    assert rig.states(KEYS[:3]) == [MISS] * 3
-    assert rig.read(KEYS[:2]) == []
-    assert rig.write(KEYS[4:5]) == []
-    rig.tier.look_for(KEYS[:2], "", 0.0)
-    assert rig.lookups() == [], "a store that was left is not asked"
-    rig.step()
-    assert {VALUES.name(key) for key in KEYS[:2]} <= set(rig.client.values)
-
-
 # Deadlines and restarts.
-
-
-def test_a_request_without_an_answer_ends_with_its_process(caplog: pytest.LogCaptureFixture) -> None:
-    rig = Rig()
-    rig.stored(KEYS[:2])
-    rig.read(KEYS[:2])
-    rig.process.is_stuck = True
-    assert rig.pass_time(TRANSFER_DEADLINE_S - 1) == []
-    with caplog.at_level(logging.WARNING):
-        assert rig.pass_time(1) == []
-    assert "did not answer a request before its deadline" in caplog.text
-    # Until the process no longer exists, it may write to the slots.
-    assert rig.pass_time(50) == []
-    assert rig.states(KEYS[2:3]) == [MISS]
-    rig.process.is_stuck = False
-    assert errors(rig.pass_time(0)) == [TierError.IO] * 2
-    rig.pass_time(FIRST_PAUSE_S)
-    assert rig.process.num_starts == 2
-    rig.pass_time(0)
-    rig.tier.contains(KEYS[:2])
-    rig.step()
-    rig.read(KEYS[:2])
-    assert errors(rig.step()) == [None] * 2
 
 
 def test_a_lookup_has_a_shorter_deadline() -> None:
@@ -429,19 +323,6 @@ def test_an_orderly_end_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     rig.pass_time(MAX_PAUSE_S)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert rig.process.num_starts == 1, "the process was started again"
-
-
-def test_what_a_store_says_reaches_the_log_printable_and_cut(caplog: pytest.LogCaptureFixture) -> None:
-    class Rude(MemoryClient):
-        def exists(self, names: Sequence[str]) -> list[Outcome]:
-            raise StoreError("\x1b[2J\ud800\n" + 5000 * "x")
-
-    rig = Rig(Rude())
-    rig.tier.contains(KEYS[:1])
-    rig.step()
-    (said,) = [record.getMessage() for record in caplog.records if "failed" in record.getMessage()]
-    assert said.isprintable()
-    assert len(said) < 1200
 
 
 def test_closing_reports_what_was_under_way_unless_it_may_still_go_on() -> None:

@@ -9,10 +9,9 @@ import pytest
 
 from kvoffload.abc import ByteArray
 from kvoffload.tiers.remote.client import Outcome
-from kvoffload.tiers.remote.memory import MAX_ROWS, ValueMemory
 from kvoffload.tiers.remote.messages import Op, StoreRequest
 from kvoffload.tiers.remote.record import RECORD_BYTES, ValueFormat
-from kvoffload.tiers.remote.worker import MORE_WITHIN_S, StoreWorker
+from kvoffload.tiers.remote.worker import MAX_ROWS, MORE_WITHIN_S, StoreWorker, ValueMemory
 from tests.tiers.remote.memory_store import MemoryClient
 
 FINGERPRINT = "5e" * 32
@@ -46,33 +45,6 @@ class Rig:
 
     def is_read(self, slot: int, source: int) -> bool:
         return all((pool[slot] == pool[source]).all() for pool in self.pools)
-
-
-def test_a_value_that_the_store_has_is_not_put_again() -> None:
-    rig = Rig()
-    rig.run(Op.WRITE, KEYS[:1])
-    before = rig.client.values[NAMES[0]].copy()
-    assert rig.run(Op.WRITE, KEYS[:2], 50) == [Outcome.HELD, Outcome.OK]
-    assert (rig.client.values[NAMES[0]] == before).all()
-    assert [call for call in rig.client.calls if call[0] == "put"] == [("put", 1), ("put", 1)]
-
-
-@pytest.mark.parametrize("place", [0, RECORD_BYTES - 1, RECORD_BYTES, -1])
-def test_a_changed_byte_is_corrupt(place: int) -> None:
-    rig = Rig()
-    rig.run(Op.WRITE, KEYS[:2])
-    rig.client.values[NAMES[0]][place] ^= 1
-    assert rig.run(Op.READ, KEYS[:2], 100) == [Outcome.CORRUPT, Outcome.OK]
-
-
-def test_other_values_are_corrupt() -> None:
-    rig = Rig()
-    rig.run(Op.WRITE, KEYS[:4])
-    values = rig.client.values
-    values[NAMES[0]], values[NAMES[1]] = values[NAMES[1]], values[NAMES[0]]
-    values[NAMES[2]] = values[NAMES[2]][:-1]
-    values[NAMES[3]] = np.random.default_rng(3).integers(0, 256, RECORD_BYTES + 96, dtype=np.uint8)
-    assert rig.run(Op.READ, KEYS[:4], 100) == [Outcome.CORRUPT] * 4
 
 
 @pytest.mark.parametrize("nbytes", [16, 64 + 32 - 1, 64 + 32 + 1, 5000])
@@ -115,18 +87,6 @@ def test_a_call_that_fails_is_tried_once_more(op: Op) -> None:
     rig.client.num_errors = 2
     assert rig.run(op, KEYS[:1], 100) == [Outcome.FAILED]
     assert rig.problem == "StoreError: fails on purpose"
-
-
-def test_a_call_that_took_long_is_not_tried_again() -> None:
-    class Slow(MemoryClient):
-        def exists(self, names):  # type: ignore[no-untyped-def]
-            rig.now += 5.0
-            return super().exists(names)
-
-    rig = Rig(client=Slow())
-    rig.client.num_errors = 1
-    assert rig.run(Op.LOOKUP, KEYS[:1]) == [Outcome.FAILED]
-    assert not rig.pauses
 
 
 def test_long_requests_are_moved_in_parts() -> None:

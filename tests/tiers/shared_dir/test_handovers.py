@@ -13,7 +13,6 @@ import pytest
 
 from kvoffload.abc import Slots
 from kvoffload.tiers.disk.directory import DirectoryStorage
-from kvoffload.tiers.shared_dir import background
 from kvoffload.tiers.shared_dir.background import Repeating
 from kvoffload.tiers.shared_dir.followers import FOLLOW_S
 from kvoffload.tiers.shared_dir.seats import MAX_SEATS, seat_name
@@ -81,86 +80,6 @@ class Counting(DirectoryStorage):
         return super().folders()
 
 
-@pytest.mark.parametrize("is_handed_over", [True, False])
-def test_the_journal_is_written_as_soon_as_a_block_is_that_is_handed_over(
-    woken: Callable[..., Woken], is_handed_over: bool
-) -> None:
-    """Other blocks, which are the control, are in the next journal."""
-    one, two = woken(), woken()
-    one.tier.write([key(1), key(2)], slots(2))
-    if is_handed_over:
-        assert one.tier.hand_over([key(1), key(2)]) == one.tier.seat.name
-        one.wake_up()
-    one.run()
-    assert one.wake_up() == is_handed_over
-    two.tier.follow()
-    assert two.finds(1, 2) == [1, 2] * is_handed_over
-
-
-def test_what_is_written_already_is_in_the_journal_at_once(woken: Callable[..., Woken]) -> None:
-    one, two = woken(), woken()
-    one.put(1)
-    assert one.wake_up() == 0
-    one.tier.hand_over([key(1)])
-    assert one.wake_up() == 1
-    two.tier.follow()
-    assert two.finds(1) == [1]
-
-
-@pytest.mark.parametrize("looks", [True, False])
-def test_a_server_that_waits_follows_the_seat_at_once(woken: Callable[..., Woken], clock: Clock, looks: bool) -> None:
-    one, two = woken(), woken()
-    clock.now += FOLLOW_S
-    two.wake_up()
-    one.tier.hand_over([key(1)])
-    one.put(1)
-    one.wake_up()
-    if looks:
-        two.tier.look_for([key(1)], one.tier.seat.name, PAUSE_S)
-    assert two.wake_up() == looks
-    assert two.finds(1) == [1] * looks
-    # It looks no more often than it is told.
-    one.put(2)
-    one.tier.hand_over([key(2)])
-    one.wake_up()
-    two.tier.look_for([key(2)], one.tier.seat.name, PAUSE_S)
-    assert two.wake_up() == (not looks)
-    clock.now += 2 * PAUSE_S
-    two.tier.look_for([key(2)], one.tier.seat.name, PAUSE_S)
-    two.wake_up()
-    assert two.finds(1, 2) == [1, 2]
-
-
-def test_requests_that_wait_for_two_servers_follow_both(woken: Callable[..., Woken], clock: Clock) -> None:
-    """Whoever has woken the follower: one of them did not find its blocks before the next pass."""
-    one, two, reader = woken(), woken(), woken()
-    clock.now += FOLLOW_S
-    reader.wake_up()
-    for number, server in enumerate((one, two), 1):
-        server.tier.hand_over([key(number)])
-        server.put(number)
-        server.wake_up()
-    for _ in range(3):
-        clock.now += 2 * PAUSE_S
-        for number, server in enumerate((one, two), 1):
-            reader.tier.look_for([key(number)], server.tier.seat.name, PAUSE_S)
-        reader.wake_up()
-    assert reader.finds(1, 2) == [1, 2]
-
-
-def test_a_server_that_has_just_started_is_followed_at_once(woken: Callable[..., Woken], clock: Clock) -> None:
-    reader = woken()
-    assert FOLLOW_S > 10 * PAUSE_S
-    one = woken()
-    one.tier.hand_over([key(1)])
-    one.put(1)
-    one.wake_up()
-    clock.now += 2 * PAUSE_S
-    reader.tier.look_for([key(1)], one.tier.seat.name, PAUSE_S)
-    assert reader.wake_up() == 1
-    assert reader.finds(1) == [1]
-
-
 @pytest.mark.parametrize(
     "place",
     [
@@ -198,16 +117,6 @@ def test_a_place_that_is_no_seat_does_no_harm(
     assert two.finds(1) == [1]
 
 
-def test_the_own_seat_is_not_followed(woken: Callable[..., Woken], clock: Clock) -> None:
-    one = woken()
-    one.put(1)
-    one.tier.keep()
-    clock.now += FOLLOW_S
-    one.tier.look_for([key(2)], one.tier.seat.name, PAUSE_S)
-    one.wake_up()
-    assert len(one.tier.blocks) == 0
-
-
 def test_names_of_unknown_seats_have_the_directory_listed_once_per_pass(
     woken: Callable[..., Woken], clock: Clock, path: Path
 ) -> None:
@@ -219,6 +128,30 @@ def test_names_of_unknown_seats_have_the_directory_listed_once_per_pass(
         one.tier.look_for([key(1)], seat_name(number), 0.0)
         one.wake_up()
     assert Counting.counts["listed"] <= 1
+
+
+@pytest.mark.parametrize("looks", [True, False])
+def test_a_server_that_waits_follows_the_seat_at_once(woken: Callable[..., Woken], clock: Clock, looks: bool) -> None:
+    one, two = woken(), woken()
+    clock.now += FOLLOW_S
+    two.wake_up()
+    one.tier.hand_over([key(1)])
+    one.put(1)
+    one.wake_up()
+    if looks:
+        two.tier.look_for([key(1)], one.tier.seat.name, PAUSE_S)
+    assert two.wake_up() == looks
+    assert two.finds(1) == [1] * looks
+    # It looks no more often than it is told.
+    one.put(2)
+    one.tier.hand_over([key(2)])
+    one.wake_up()
+    two.tier.look_for([key(2)], one.tier.seat.name, PAUSE_S)
+    assert two.wake_up() == (not looks)
+    clock.now += 2 * PAUSE_S
+    two.tier.look_for([key(2)], one.tier.seat.name, PAUSE_S)
+    two.wake_up()
+    assert two.finds(1, 2) == [1, 2]
 
 
 def test_blocks_that_never_come_are_forgotten(woken: Callable[..., Woken], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,35 +181,3 @@ def test_a_thread_that_is_woken_goes_on_at_once() -> None:
         assert calls.acquire(timeout=TEST_DEADLINE_S)
     finally:
         thread.stop(TEST_DEADLINE_S)
-
-
-def test_a_thread_that_is_stopped_as_it_begins_another_round_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between its look at whether it is stopped and the moment at which it forgets that it was woken."""
-    stopping: list[Callable[[], None]] = []
-
-    class Event(threading.Event):
-        def clear(self) -> None:
-            if stopping:
-                stopping.pop()()
-            super().clear()
-
-    class Events:
-        """The module ``threading`` with this event."""
-
-        Thread = threading.Thread
-
-    Events.Event = Event  # type: ignore[attr-defined]
-    monkeypatch.setattr(background, "threading", Events)
-    finished, calls = threading.Event(), threading.Semaphore(0)
-    thread = Repeating("test", calls.release, 4 * TEST_DEADLINE_S, finished.set)
-    assert calls.acquire(timeout=TEST_DEADLINE_S)
-
-    def stop() -> None:
-        # From another thread, as always. This one goes on when it has said so.
-        stopper = threading.Thread(target=thread.stop, args=(0.0,))
-        stopper.start()
-        stopper.join()
-
-    stopping.append(stop)
-    thread.wake()
-    assert finished.wait(TEST_DEADLINE_S)

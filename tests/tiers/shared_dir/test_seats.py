@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +13,6 @@ from kvoffload.abc import ConfigError
 from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.disk import format as disk_format
 from kvoffload.tiers.disk.directory import DirectoryStorage
-from kvoffload.tiers.disk.identities import read_identity
 from kvoffload.tiers.shared_dir import seats
 from kvoffload.tiers.shared_dir.background import REST_S
 from kvoffload.tiers.shared_dir.config import SharedDirConfig
@@ -37,7 +33,6 @@ from kvoffload.tiers.shared_dir.seats import (
 from kvoffload.tiers.shared_dir.writer import LOOK_AROUND_S
 from tests.clock import Clock
 from tests.tiers.disk.rig import FINGERPRINT, PAGE, du, key, put
-from tests.tiers.shared_dir import sleeper
 from tests.tiers.shared_dir.rig import Serve, Server, capacity
 
 
@@ -56,14 +51,6 @@ def heartbeat(path: Path, name: str) -> Heartbeat:
     seen = Heartbeat.unpack((path / name / HEARTBEAT_NAME).read_bytes())
     assert seen is not None
     return seen
-
-
-def test_each_server_takes_the_lowest_free_seat(serve: Serve) -> None:
-    first, second, third = (serve(boot=boot) for boot in "abc")
-    assert [name_of(server) for server in (first, second, third)] == ["writer-0", "writer-1", "writer-2"]
-    second.tier.close()
-    assert name_of(serve(boot="d")) == "writer-1"
-    assert name_of(serve(boot="e")) == "writer-3"
 
 
 def test_a_seat_with_blocks_of_the_same_fingerprint_is_preferred(serve: Serve) -> None:
@@ -106,12 +93,6 @@ def test_the_seat_of_a_killed_server_is_adopted_elsewhere_once_it_is_silent(serv
     three = serve(boot="c")
     assert name_of(three) == "writer-0"
     assert three.read(1) == {1: None}
-
-
-def test_a_silent_server_that_has_its_lock_keeps_its_seat(serve: Serve, path: Path) -> None:
-    serve(boot="a")
-    age(path, "writer-0", 10 * GONE_AFTER_S)
-    assert name_of(serve(boot="b")) == "writer-1"
 
 
 def test_a_server_that_loses_its_seat_stops_writing_there_and_reads_on(
@@ -169,16 +150,6 @@ def test_a_server_whose_files_vanish_takes_a_new_seat(serve: Serve, clock: Clock
     assert len({name_of(one), name_of(two)}) == 2
 
 
-def test_a_new_seat_has_the_identity_too(serve: Serve, clock: Clock, path: Path) -> None:
-    one = serve(identity={"model": "m"})
-    shutil.rmtree(path)
-    for _ in range(4):
-        clock.now += REST_S
-        one.background()
-        one.run()
-    assert read_identity(DirectoryStorage(path / name_of(one)), FINGERPRINT) == {"model": "m"}
-
-
 def lose_seat(server: Server, clock: Clock, path: Path) -> None:
     """Lets a server lose its seat, and take another one that it does not use yet."""
     (path / name_of(server) / HEARTBEAT_NAME).unlink()
@@ -232,25 +203,6 @@ def test_a_lost_seat_leaves_no_open_files(serve: Serve, clock: Clock, path: Path
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
-def test_a_gone_server_gives_its_budget_back(serve: Serve, clock: Clock, path: Path) -> None:
-    one, two = serve(boot="a"), serve(boot="b")
-    one.write(1, 2)
-    two.write(5)
-    two.tier.follow()
-    one.kill()
-    age(path, "writer-0", GONE_AFTER_S + 10)
-    for _ in range(int(SILENT_S / LOOK_AROUND_S)):
-        assert two.finds(1) == [1]
-        two.background()
-        clock.now += LOOK_AROUND_S
-    two.background()
-    assert heartbeat(path, "writer-0").state is SeatState.EMPTIED
-    assert [each.name for each in (path / "writer-0").iterdir() if each.is_dir()] == []
-    two.tier.follow()
-    assert two.finds(1, 2, 5) == [5]
-    assert name_of(serve(boot="c")) == "writer-0"
-
-
 def test_a_seat_whose_heartbeat_was_removed_is_emptied_too(serve: Serve, clock: Clock, path: Path) -> None:
     one, two = serve(boot="a"), serve(boot="b")
     one.write(1)
@@ -263,38 +215,6 @@ def test_a_seat_whose_heartbeat_was_removed_is_emptied_too(serve: Serve, clock: 
     two.background()
     assert not (path / "writer-0" / FINGERPRINT).exists()
     assert heartbeat(path, "writer-0").state is SeatState.EMPTIED
-
-
-@pytest.mark.parametrize("what", ["nested", "infinite", "folder", "link", "pipe", "from the future"])
-def test_a_damaged_heartbeat_costs_its_seat_alone(serve: Serve, clock: Clock, path: Path, what: str) -> None:
-    """It keeps no server from starting or from looking after other seats, and its room returns."""
-    one, two, three = serve(boot="a"), serve(boot="b"), serve(boot="c")
-    one.write(1)
-    two.write(2)
-    one.kill()
-    two.kill()
-    file = path / "writer-0" / HEARTBEAT_NAME
-    raw = file.read_bytes()
-    if what == "nested":
-        file.write_bytes(b"[" * HEARTBEAT_BYTES)
-    elif what == "infinite":
-        file.write_bytes(raw.replace(b'"beat": ', b'"beat": 1e400'))
-    elif what == "from the future":
-        os.utime(file, (2**33, 2**33))
-    else:
-        file.unlink()
-        put(what, file, path / "target")
-    four = serve(boot="d")
-    assert four.write(4) == [4]
-    age(path, "writer-1", GONE_AFTER_S + 10)
-    for _ in range(int(GONE_AFTER_S / LOOK_AROUND_S) + 4):
-        three.background()
-        clock.now += LOOK_AROUND_S
-        if what in ("nested", "infinite"):
-            age(path, "writer-0", LOOK_AROUND_S)
-    assert not (path / "writer-0" / FINGERPRINT).exists()
-    assert not (path / "writer-1" / FINGERPRINT).exists()
-    assert four.finds(4) == [4]
 
 
 def test_what_a_server_writes_into_a_seat_that_it_has_lost_is_removed(
@@ -342,19 +262,6 @@ def test_a_seat_that_cannot_be_claimed_stops_no_start(
     assert (tmp_path / "target").read_bytes() == b"not ours"
 
 
-@pytest.mark.parametrize("what", ["link", "pipe"])
-def test_a_silent_seat_is_adopted_even_if_something_has_the_clocks_name(
-    serve: Serve, path: Path, tmp_path: Path, what: str
-) -> None:
-    one = serve(boot="a")
-    one.kill()
-    (path / CLOCK_NAME).unlink()
-    put(what, path / CLOCK_NAME, tmp_path / "target")
-    assert name_of(serve(boot="b")) == "writer-1"
-    age(path, "writer-0", SILENT_S)
-    assert name_of(serve(boot="c")) == "writer-0"
-
-
 @pytest.mark.parametrize("why", ["it beats", "it has its lock", "not for long", "only the medium's clock says so"])
 def test_a_seat_that_is_not_gone_is_not_emptied(serve: Serve, clock: Clock, path: Path, why: str) -> None:
     one, two = serve(boot="a"), serve(boot="b")
@@ -383,28 +290,6 @@ def test_another_users_directory_is_refused(path: Path) -> None:
     path.chmod(0o777)
     with pytest.raises(ConfigError, match=r"^dir=.*others can write.*run as the same user"):
         SharedDirConfig(dir=str(path), bytes=8 << 20).open(TierContext([], FINGERPRINT))
-
-
-def test_a_server_that_is_killed_leaves_its_blocks_to_the_next(path: Path, serve: Serve) -> None:
-    """A real process and kill -9."""
-    path.mkdir(mode=0o700)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(each for each in sys.path if each)}
-    command = [sys.executable, "-m", sleeper.__name__, str(path), "10", "6"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline().strip() == "writer-0"
-            alive = serve()
-            assert name_of(alive) == "writer-1"
-            alive.tier.follow()
-            assert alive.read(*range(10, 16)) == dict.fromkeys(range(10, 16))
-        finally:
-            process.send_signal(signal.SIGKILL)
-    boot = heartbeat(path, "writer-0").boot
-    heir = serve(boot=boot, num_slots=6)
-    assert name_of(heir) == "writer-0"
-    assert heir.read(*range(10, 16)) == dict.fromkeys(range(10, 16))
-    assert heir.write(20) == [20]
 
 
 def test_a_heartbeat_is_what_was_packed_and_nothing_else(tmp_path: Path) -> None:

@@ -19,16 +19,12 @@ from kvoffload.tiers.disk.directory import DirectoryStorage
 from kvoffload.tiers.disk.format import HEADER_BYTES, Header
 from kvoffload.tiers.disk.index import Index
 from kvoffload.tiers.disk.journal import digests_of
-from kvoffload.tiers.disk.layout import SLAB_BYTES
-from kvoffload.tiers.disk.recovery import open_files
 from kvoffload.tiers.disk.slabs import Slabs
-from kvoffload.tiers.disk.storage import StoredFile
 from kvoffload.tiers.shared_dir import followers
-from kvoffload.tiers.shared_dir.background import REST_S, Repeating
+from kvoffload.tiers.shared_dir.background import Repeating
 from kvoffload.tiers.shared_dir.foreign import IDLE_S, OpenSlabs, SeatView
 from kvoffload.tiers.shared_dir.seats import Claimant, Machine
 from kvoffload.tiers.shared_dir.tier import BAD_S, GONE_S
-from kvoffload.tiers.shared_dir.writer import LOOK_AROUND_S
 from tests.clock import Clock
 from tests.sim.storage import os_error
 from tests.tiers.disk.rig import FINGERPRINT, PAGE, content, key, spoil
@@ -37,19 +33,6 @@ from tests.tiers.shared_dir.rig import Serve, Server, capacity
 
 def seat_of(server: Server, tmp_path: Path) -> Path:
     return tmp_path / "shared" / server.tier.seat.name / FINGERPRINT
-
-
-def test_two_servers_find_and_read_each_others_blocks(serve: Serve) -> None:
-    one, two = serve(), serve()
-    assert one.tier.seat.name != two.tier.seat.name
-    one.write(1, 2, 3)
-    two.write(4)
-    assert two.finds(1, 2, 3, 4) == [4]
-    for server in (one, two):
-        server.tier.follow()
-    assert one.finds(1, 2, 3, 4) == two.finds(1, 2, 3, 4) == [1, 2, 3, 4]
-    assert two.read(1, 2, 3, 4) == {1: None, 2: None, 3: None, 4: None}
-    assert one.read(4, 9) == {4: None}
 
 
 class _SlowToList(DirectoryStorage):
@@ -65,14 +48,6 @@ def test_the_first_request_finds_what_others_have_written(serve: Serve, tmp_path
     opened = serve(repeat=Repeating, storage=lambda: _SlowToList(tmp_path / "shared"))
     with closing(opened.tier):
         assert opened.finds(1, 2) == [1, 2]
-
-
-def test_blocks_that_another_server_holds_are_not_written_again(serve: Serve) -> None:
-    one, two = serve(), serve()
-    one.write(1, 2)
-    two.tier.follow()
-    assert two.write(1, 2, 3) == [3]
-    assert two.tier.stats().num_blocks == 1
 
 
 def test_changes_are_followed_by_the_journal_without_reading_the_index(
@@ -97,16 +72,6 @@ def test_changes_are_followed_by_the_journal_without_reading_the_index(
     assert len(two.tier.blocks) == one.tier.stats().num_blocks
 
 
-def test_a_block_that_its_owner_replaces_during_the_read_is_gone_and_costs_no_trust(serve: Serve) -> None:
-    one, two = serve(1), serve()
-    one.write(1)
-    two.tier.follow()
-    assert two.begin_read(1) == [1]
-    one.write(2)
-    assert two.end_read(1) == {1: TierError.GONE}
-    assert two.finds(1) == []
-
-
 def test_the_record_of_a_block_that_is_gone_is_read_again_before_the_journal_says_so(
     serve: Serve, clock: Clock
 ) -> None:
@@ -120,19 +85,6 @@ def test_the_record_of_a_block_that_is_gone_is_read_again_before_the_journal_say
     two.tier.follow()
     clock.now += GONE_S
     assert two.finds(1) == []
-
-
-def test_a_block_that_its_owner_has_replaced_under_the_same_key_is_never_mixed_up(serve: Serve, clock: Clock) -> None:
-    one, two = serve(1), serve()
-    one.write(1, version=1)
-    two.tier.follow()
-    one.write(2)
-    one.write(1, version=2)
-    # The table still has the checksum of the first version.
-    assert two.read(1, version=2) == {1: TierError.GONE}
-    clock.now += GONE_S
-    two.tier.follow()
-    assert two.read(1, version=2) == {1: None}
 
 
 def test_the_size_of_an_index_takes_no_room_from_other_seats(serve: Serve, tmp_path: Path) -> None:
@@ -205,54 +157,6 @@ def test_the_record_is_emptied_for_all_before_the_block_is_overwritten(
     assert order[:3] == ["empty_records", "sync", "write"]
 
 
-def test_a_reset_forgets_but_deletes_nothing(serve: Serve) -> None:
-    one, two = serve(), serve()
-    one.write(1, 2)
-    two.tier.follow()
-    one.begin_read(1)
-    one.tier.reset()
-    assert one.end_read(1) == {1: TierError.GONE}
-    assert one.finds(1, 2) == []
-    assert one.write(3) == []
-    assert one.begin_read(1) == []
-    two.tier.follow()
-    assert two.read(1, 2) == {1: None, 2: None}
-    one.tier.close()
-    again = serve()
-    assert again.tier.seat.name == one.tier.seat.name
-    assert again.read(1, 2) == {1: None, 2: None}
-
-
-def test_blocks_of_a_transient_generation_are_not_read(serve: Serve, clock: Clock) -> None:
-    one, two = serve(), serve()
-    one.write(1)
-    two.tier.follow()
-    one.tier.own.reset()
-    one.run()
-    one.write(2)
-    two.tier.follow()
-    assert two.finds(1, 2) == []
-    assert len(two.tier.blocks) == 0
-    assert two.tier.blocks.slabs.num_open == 0
-    one.tier.close()
-    again = serve()
-    again.write(3)
-    clock.now += REST_S
-    two.tier.follow()
-    assert two.finds(1, 2, 3) == [3]
-
-
-def test_blocks_stored_after_a_reset_are_not_read_even_before_the_header_is_known(serve: Serve) -> None:
-    one, two = serve(1), serve()
-    one.write(1)
-    two.tier.follow()
-    one.tier.own.reset()
-    one.pools[0][0] = content(1, version=5)
-    one.tier.own.write([key(1)], np.arange(1))
-    one.run()
-    assert two.read(1) == {1: TierError.GONE}
-
-
 def test_a_folder_that_has_vanished_is_forgotten_and_its_files_are_closed(serve: Serve, tmp_path: Path) -> None:
     one, two = serve(), serve()
     one.write(1, 2)
@@ -266,15 +170,6 @@ def test_a_folder_that_has_vanished_is_forgotten_and_its_files_are_closed(serve:
     two.tier.follow()
     assert two.finds(1, 2) == []
     assert two.tier.blocks.slabs.num_open == 0
-
-
-def test_files_that_vanish_before_the_follower_knows_are_gone(serve: Serve, tmp_path: Path) -> None:
-    one, two = serve(), serve()
-    one.write(1, 2)
-    two.tier.follow()
-    (seat_of(one, tmp_path) / "slab-00000").unlink()
-    assert two.read(1) == {1: TierError.GONE}
-    assert two.finds(1, 2) == [2]
 
 
 def test_files_are_closed_when_they_are_not_used(serve: Serve, clock: Clock) -> None:
@@ -302,14 +197,6 @@ def test_no_slab_stays_open_after_the_end_not_even_for_a_late_read(serve: Serve,
         assert late.file.size() > 0
         del late
         assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_other_fingerprints_are_not_found(serve: Serve) -> None:
-    one, two = serve(), serve(fingerprint="77" * 32)
-    one.write(1)
-    two.tier.follow()
-    assert two.finds(1) == []
-    assert two.write(1) == [1]
 
 
 def test_other_layouts_are_not_found(serve: Serve, tmp_path: Path) -> None:
@@ -375,31 +262,6 @@ def test_a_seat_that_cannot_be_used_does_not_keep_servers_from_starting(
     assert len(list((tmp_path / "shared").glob("writer-*"))) <= 3
 
 
-@pytest.mark.parametrize("name", ["index", "journal"])
-def test_a_header_that_was_damaged_is_repaired_by_its_owner(
-    serve: Serve, tmp_path: Path, clock: Clock, name: str
-) -> None:
-    one = serve()
-    one.write(1)
-    path = seat_of(one, tmp_path) / name
-    data = bytearray(path.read_bytes())
-    data[20] ^= 1
-    path.write_bytes(data)
-    two = serve()
-    two.tier.follow()
-    assert two.finds(1) == []
-    clock.now += LOOK_AROUND_S
-    for server in (one, one, two):
-        server.tier.keep()
-        server.run()
-    two.tier.follow()
-    assert two.read(1) == {1: None}
-    # What is written later is followed too.
-    one.write(2)
-    two.tier.follow()
-    assert two.read(1, 2) == {1: None, 2: None}
-
-
 def test_the_log_says_whose_blocks_cannot_be_used(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
     same = {"model": "m", "weights": "w"}
     one = serve(identity={**same, "dtype": "float16"}, fingerprint="77" * 32)
@@ -425,48 +287,6 @@ def test_a_place_is_confirmed_before_it_is_used(serve: Serve) -> None:
     here, there = two.tier.blocks.find(digests).tolist()
     assert two.tier.blocks.locate(here, int(digests[0])) is not None
     assert two.tier.blocks.locate(there, int(digests[0])) is None
-
-
-def test_several_seats_have_the_same_block_and_one_of_them_loses_it(serve: Serve, clock: Clock) -> None:
-    one, two, three = serve(), serve(), serve()
-    one.write(1)
-    two.write(1)
-    three.tier.follow()
-    assert three.read(1) == {1: None}
-    one.tier.delete([key(1)])
-    one.run()
-    one.tier.keep()
-    clock.now += REST_S
-    three.tier.follow()
-    assert three.finds(1) == [1]
-    assert three.read(1) == {1: None}
-    three.tier.blocks.check_integrity()
-
-
-def test_a_failing_medium_costs_the_blocks_and_raises_nothing(serve: Serve, tmp_path: Path) -> None:
-    class Failing(DirectoryStorage):
-        broken = False
-
-        def child(self, name: str) -> Failing:
-            return Failing(self.path / name)
-
-        def open(
-            self, folder: str, name: str, create: bool = False, direct: bool = False, fresh: bool = False
-        ) -> StoredFile:
-            if Failing.broken:
-                raise os_error(errno.EIO)
-            return super().open(folder, name, create, direct, fresh)
-
-    one = serve()
-    two = serve(storage=lambda: Failing(tmp_path / "shared"))
-    one.write(1)
-    two.tier.follow()
-    Failing.broken = True
-    assert two.read(1) == {1: TierError.IO}
-    two.background()
-    assert two.write(3) == [3], "its own files are open"
-    Failing.broken = False
-    two.background()
 
 
 class FailingSeats(DirectoryStorage):
@@ -517,19 +337,3 @@ def test_a_file_system_without_locks_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match=r"no file locks.*mount it with locks"):
         Server(tmp_path, storage=lambda: NoLocks(tmp_path))
-
-
-def test_a_plain_disk_tier_has_no_journal_and_does_not_need_one(tmp_path: Path, serve: Serve) -> None:
-    one = serve()
-    one.write(1)
-    one.tier.close()
-    files = open_files(
-        DirectoryStorage(tmp_path / "shared" / "writer-0"),
-        FINGERPRINT,
-        [PAGE],
-        capacity(8),
-        SLAB_BYTES,
-        lambda: 1,
-    )
-    files.close()
-    assert {each.name for each in seat_of(one, tmp_path).iterdir()} == {"index", "recency", "slab-00000"}

@@ -16,7 +16,6 @@ run jobs of BlockIO, any number at a time, and one job of Maintenance at a time.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -32,13 +31,11 @@ from kvoffload.tiers.disk.format import (
     MAX_SECONDS,
     Facts,
     Header,
-    are_damaged,
     pack_records,
     payload_checksums,
 )
 from kvoffload.tiers.disk.storage import is_full
-from kvoffload.tiers.executor import Executor
-from kvoffload.tiers.threads import MAX_QUEUED
+from kvoffload.tiers.threads import MAX_QUEUED, Executor
 
 JOB_BYTES = 4 << 20
 """Small blocks share a job of up to this size; a larger block has a job of its own."""
@@ -199,9 +196,9 @@ class BlockIO(BlockJobs):
         files: DiskFiles,
         pools: Sequence[ByteArray],
         executor: Executor,
-        clock: Callable[[], float] = time.monotonic,
-        wall_clock: Callable[[], float] = time.time,
-        job_bytes: int = JOB_BYTES,
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+        job_bytes: int,
     ) -> None:
         super().__init__(pools, executor, clock, job_bytes)
         self.num_reading = self.num_writing = 0
@@ -271,7 +268,7 @@ class BlockIO(BlockJobs):
         of those that cannot be used. The others keep theirs: a write per read would cost half of the speed."""
         first, stop = spans[0][0], spans[-1][1]
         mine = batch.part(first, stop)
-        is_bad = are_damaged(header, mine.keys, blocks[first:stop], mine.facts["payload_checksum"])
+        is_bad = payload_checksums(header, mine.keys, blocks[first:stop]) != mine.facts["payload_checksum"]
         is_bad[[i - first for i in problems]] = True
         corrupt = np.flatnonzero(is_bad).tolist()
         if not self._abandoned and not self._files.read_only:

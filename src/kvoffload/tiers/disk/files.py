@@ -20,9 +20,8 @@ class DiskFiles:
     """Slots ``[0, num_allocated)`` exist; ``grow`` adds those of a slab, which replaces files of other fingerprints if
     necessary.
 
-    If a former process had a larger budget, its slots beyond ``num_slots`` exist until ``cut``, which must come before
-    anything else in service. ``read_only``: nothing is written, but the blocks can be read. ``is_short``: at the start
-    the medium could not give ``capacity_bytes``.
+    ``read_only``: nothing is written, but the blocks can be read. ``is_short``: at the start the medium could not give
+    ``capacity_bytes``.
     """
 
     folder: Folder
@@ -84,26 +83,17 @@ class DiskFiles:
         if self.recency is not None:
             self.recency.resize(num_slots * RECENCY_BYTES)
 
-    def cut(self) -> None:
-        """Removes the slots beyond the budget. Raises OSError."""
-        if self.num_allocated > self.num_slots and not self.read_only:
-            self._trim(self.num_slots)
-            self.num_allocated = self.num_slots
-
     def remove_excess(self) -> None:
         """Removes slots that another process has added, which has lost this folder and has not noticed it yet. May be
         called by any thread. Does nothing while the files grow. Raises OSError."""
         if self._resizing.acquire(blocking=False):
             try:
-                self._trim(self.num_allocated)
+                self.index.trim(self.num_allocated)
+                if self.recency is not None:
+                    shorten(self.recency, self.num_allocated * RECENCY_BYTES)
+                self.slabs.trim(self.num_allocated)
             finally:
                 self._resizing.release()
-
-    def _trim(self, num_slots: int) -> None:
-        self.index.trim(num_slots)
-        if self.recency is not None:
-            shorten(self.recency, num_slots * RECENCY_BYTES)
-        self.slabs.trim(num_slots)
 
     def close(self) -> None:
         """Closes the files and gives up the lock, unless a thread hangs in the journal. May be called twice."""

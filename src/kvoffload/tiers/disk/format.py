@@ -190,16 +190,6 @@ def payload_checksums(
     return np.fromiter(checksums, np.uint64, len(keys))
 
 
-def are_damaged(
-    header: Header,
-    keys: Sequence[OffloadKey],
-    blocks: Sequence[Sequence[ByteArray]],
-    checksums: npt.NDArray[np.uint64],
-) -> npt.NDArray[np.bool_]:
-    """Returns which blocks do not have the checksum that was recorded for them."""
-    return np.not_equal(payload_checksums(header, keys, blocks), checksums)
-
-
 def pack_records(header: Header, keys: Sequence[OffloadKey], facts: Facts) -> ByteArray:
     """Returns the records of blocks with these ``facts``, RECORD_BYTES bytes per row."""
     records = np.zeros(len(keys), dtype=RECORD)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvoffload.abc import ByteArray, Slots
+from kvoffload.abc import ByteArray
 from kvoffload.tiers.disk.folder import Folder, write_all
 from kvoffload.tiers.disk.format import (
     HEADER_BYTES,
@@ -57,12 +57,6 @@ class Index:
             write_all(self._file, [header.pack()], 0)
             self._written = header
 
-    def repair_headers(self) -> None:
-        """Has the headers of index and journal written again. May be called by any thread."""
-        self._written = None
-        if self._journal:
-            self._journal.restart()
-
     def write_records(self, first_slot: int, records: ByteArray) -> None:
         """Writes the records of ``first_slot`` and those after it. Raises OSError."""
         if self._journal:
@@ -76,7 +70,7 @@ class Index:
         OSError."""
         write_all(self._file, [np.zeros(count * RECORD_BYTES, dtype=np.uint8)], record_offset(first_slot))
 
-    def withdraw(self, slots: slice | Slots) -> None:
+    def withdraw(self, slots: slice) -> None:
         """Returns, after the records of ``slots`` were emptied, once no other machine that may have found blocks there
         does so. Raises OSError."""
         if self._journal:
@@ -88,9 +82,10 @@ class Index:
         if self._journal:
             self._journal.write(self.header, self._file.sync)
 
-    def load(self, num_slots: int) -> Iterator[Entries]:
-        """Yields the blocks in the first ``num_slots`` slots, in pieces. Records that cannot be read are left out."""
-        for first in range(0, num_slots, RECORDS_AT_ONCE):
+    def load(self, num_slots: int, first_slot: int = 0) -> Iterator[Entries]:
+        """Yields the blocks in the slots ``[first_slot, num_slots)``, in pieces. Records that cannot be read are left
+        out."""
+        for first in range(first_slot, num_slots, RECORDS_AT_ONCE):
             try:
                 entries = read_piece(self._file, self.header, first, num_slots)
             except OSError as error:
@@ -122,9 +117,22 @@ def read_piece(file: StoredFile, header: Header, first: int, num_slots: int) -> 
     return parse_records(header, data[: file.read([data], record_offset(first))], first)
 
 
-def adopt_header(folder: Folder, wanted: Header) -> tuple[Header, int] | None:
+def count_blocks(folder: Folder, header: Header, first_slot: int) -> int:
+    """Returns how many blocks the index has from ``first_slot`` on. Raises OSError."""
+    file = folder.open(INDEX_NAME)
+    try:
+        # A file can claim any size: the bytes that it takes bound the work.
+        num_slots = (
+            min(file.size(), record_offset(first_slot) + file.allocated_bytes()) - HEADER_BYTES
+        ) // RECORD_BYTES
+        return sum(len(entries.keys) for entries in Index(file, header).load(num_slots, first_slot))
+    finally:
+        folder.release(file)
+
+
+def adopt_header(folder: Folder, wanted: Header) -> Header | None:
     """Reads the header of an index that a former process has left. Returns the header under which its files are used
-    from now on, and the number of their records; None, with a warning, if they cannot be used. Raises OSError.
+    from now on; None, with a warning, if they cannot be used. Raises OSError.
 
     ``wanted``: the header of a new index. It is returned if the slabs can be used again, but not the blocks in them.
     """
@@ -132,7 +140,6 @@ def adopt_header(folder: Folder, wanted: Header) -> tuple[Header, int] | None:
         file = folder.open(INDEX_NAME)
         try:
             found = Header.unpack(read_at(file, 0, HEADER_BYTES))
-            num_records = (file.size() - HEADER_BYTES) // RECORD_BYTES
         finally:
             folder.release(file)
     except (OSError, FormatError) as error:
@@ -147,5 +154,5 @@ def adopt_header(folder: Folder, wanted: Header) -> tuple[Header, int] | None:
         )
         return None
     if found.transient:
-        return None if folder.storage.read_only else (wanted, num_records)
-    return found, num_records
+        return None if folder.storage.read_only else wanted
+    return found

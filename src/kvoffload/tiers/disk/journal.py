@@ -165,9 +165,8 @@ class Journal:
     """Writes down which records of an index of ``num_slots`` slots have changed. A former process has left the first
     ``num_found`` of them.
 
-    ``expect_change``, ``note`` and ``withdraw`` are called by the thread that owns the slots. ``restart``, ``write``
-    and ``close`` may be called by any thread, and the last two wait for each other. Only ``withdraw`` and ``write`` do
-    I/O.
+    ``expect_change``, ``note`` and ``withdraw`` are called by the thread that owns the slots. ``write`` and ``close``
+    may be called by any thread, and wait for each other. Only ``withdraw`` and ``write`` do I/O.
     """
 
     def __init__(
@@ -195,7 +194,7 @@ class Journal:
         """Notes that the records of ``first_slot`` and the slots after it are about to be written."""
         self._is_seen[first_slot : first_slot + count] = True
 
-    def withdraw(self, slots: slice | Slots, sync_index: Callable[[], None]) -> None:
+    def withdraw(self, slots: slice, sync_index: Callable[[], None]) -> None:
         """Returns, after the records of ``slots`` were emptied, once other machines see no blocks there any more.
         Raises OSError."""
         if self._is_seen[slots].any():
@@ -209,10 +208,6 @@ class Journal:
             self._pending.append((first_slot, records))
         else:
             self._num_lost += 1
-
-    def restart(self) -> None:
-        """Makes the next ``write`` begin a new epoch."""
-        self._num_lost += 1
 
     def write(self, header: Header, sync_index: Callable[[], None]) -> None:
         """Writes the notes, after ``sync_index``, for an index that has ``header`` now. Raises OSError; a new epoch

@@ -18,7 +18,7 @@ from kvoffload.tiers.disk.files import DiskFiles
 from kvoffload.tiers.disk.format import EMPTY_RECORD
 from kvoffload.tiers.disk.recency import Recency
 from kvoffload.tiers.disk.storage import is_full
-from kvoffload.tiers.executor import Executor
+from kvoffload.tiers.threads import Executor
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,6 @@ class Maintenance:
         return self.poll()
 
     def _end_growth(self, error: Exception | None) -> Slots:
-        """Returns the new slots."""
         before = self._num_slots
         if error is None:
             self._num_slots = self._files.num_allocated

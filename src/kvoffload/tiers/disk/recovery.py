@@ -22,13 +22,13 @@ from kvoffload.tiers.disk.format import (
     record_offset,
     slab_name,
 )
-from kvoffload.tiers.disk.index import Index, adopt_header
+from kvoffload.tiers.disk.index import Index, adopt_header, count_blocks
 from kvoffload.tiers.disk.journal import Journal, journal_bytes, num_entries_for
 from kvoffload.tiers.disk.layout import SlotLayout, check_slot_bytes, slot_cost
 from kvoffload.tiers.disk.recency import open_recency
 from kvoffload.tiers.disk.slabs import Slabs
 from kvoffload.tiers.disk.storage import Storage, StoredFile, is_full
-from kvoffload.units import Amount, format_bytes
+from kvoffload.units import Amount, counted, format_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -76,12 +76,18 @@ def _open(folder: Folder, budget: Budget, wanted: Header, new_generation: Callab
     names, has_journal = folder.names(), budget.layout.journal_entries > 0
     is_first_use = not budget.foreign and not names
     adopted = adopt_header(folder, wanted) if INDEX_NAME in names else None
-    header, num_records = adopted or (wanted, 0)
-    slabs, num_found = Slabs(folder, budget.layout, syncs=has_journal), 0
-    if adopted:
-        num_found = slabs.open_found(names, num_records, sys.maxsize if storage.read_only else budget.num_slots)
+    header, slabs = adopted or wanted, Slabs(folder, budget.layout, syncs=has_journal)
     if storage.read_only:
-        return _open_read_only(folder, budget, header, slabs, num_found)
+        return _open_read_only(folder, budget, header, slabs, slabs.open_found(names, sys.maxsize) if adopted else 0)
+    num_found = 0
+    if adopted:
+        num_lost = count_blocks(folder, header, budget.num_slots)
+        if num_lost:
+            logger.warning(
+                "kvoffload: disk tier: its budget is smaller than before, so %s are removed",
+                counted(num_lost, "block"),
+            )
+        num_found = slabs.open_found(names, budget.num_slots)
     kept = {IDENTITY_NAME, *map(slab_name, range(budget.layout.num_slabs(num_found)))}
     kept |= {INDEX_NAME, RECENCY_NAME} if adopted else set()
     kept |= {JOURNAL_NAME} if has_journal else set()

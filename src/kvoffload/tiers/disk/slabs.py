@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 
 from kvoffload.abc import ByteArray
 from kvoffload.tiers.disk.folder import Folder, write_all
@@ -45,23 +44,22 @@ class Slabs:
 
     # Sizes.
 
-    def open_found(self, names: Collection[str], num_records: int, num_slots: int) -> int:
-        """Opens the slabs that a former process has left, up to the first that is missing or not whole. ``names``: the
-        files in the folder; ``num_records``: records in the index; ``num_slots``: slots within the budget. Slabs beyond
-        these are not kept open. Returns how many slots there are. Raises OSError."""
+    def open_found(self, names: Collection[str], num_slots: int) -> int:
+        """Opens the slabs that a former process has left, up to the first that is missing or not whole, and cuts off
+        what is beyond ``num_slots``. ``names``: the files in the folder. Returns how many slots there are. Raises
+        OSError."""
         num_found = 0
         while num_found % self._slots_per_slab == 0:
             number = num_found // self._slots_per_slab
-            found = self._open_found(number, num_records, num_slots) if slab_name(number) in names else 0
+            found = self._open_found(number, num_slots) if slab_name(number) in names else 0
             if not found:
                 break
             num_found += found
         return num_found
 
-    def _open_found(self, number: int, num_records: int, num_slots: int) -> int:
-        """Returns how many slots of the slab can be used."""
-        first = number * self._slots_per_slab
-        if first >= max(num_records, num_slots):
+    def _open_found(self, number: int, num_slots: int) -> int:
+        left = num_slots - number * self._slots_per_slab
+        if left <= 0:
             return 0
         try:
             file = self._folder.open(slab_name(number), direct=True)
@@ -72,30 +70,14 @@ class Slabs:
                 return 0
             # The next start may be able to open it, so nothing is removed.
             raise
-        found = min(file.size() // self._block_bytes, self._slots_per_slab)
-        if first + self._slots_per_slab > num_slots:
-            # Slots beyond the budget cost memory and time only if they take room.
-            most = max(file.allocated_bytes() // self._block_bytes, num_slots - first)
-            found = min(found, most, max(num_records, num_slots) - first)
+        found = min(file.size() // self._block_bytes, self._slots_per_slab, left)
         if not self._folder.storage.read_only:
             file.resize(found * self._block_bytes)
-        if found and first < num_slots:
+        if found:
             self._files.append(file)
         else:
             self._folder.release(file)
         return found
-
-    @contextmanager
-    def opened(self, number: int) -> Iterator[StoredFile]:
-        """Yields a slab, which may have slots beyond the budget. Raises OSError."""
-        if number < len(self._files):
-            yield self._files[number]
-            return
-        file = self._folder.open(slab_name(number), direct=True)
-        try:
-            yield file
-        finally:
-            self._folder.release(file)
 
     def open_next(self, number: int) -> None:
         """Opens the slab ``number``, a new one unless it is the last. Raises OSError."""

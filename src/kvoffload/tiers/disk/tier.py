@@ -32,12 +32,10 @@ from kvoffload.tiers.disk.layout import SLAB_BYTES
 from kvoffload.tiers.disk.maintenance import Maintenance
 from kvoffload.tiers.disk.recency import Marks, Recency, mark, retained_until
 from kvoffload.tiers.disk.recovery import open_files
-from kvoffload.tiers.disk.shrinking import shrink
 from kvoffload.tiers.disk.storage import Storage
-from kvoffload.tiers.executor import Executor
 from kvoffload.tiers.late import RenewableTier
 from kvoffload.tiers.limited_log import LimitedLog
-from kvoffload.tiers.threads import IOThreads
+from kvoffload.tiers.threads import Executor, IOThreads
 
 logger = logging.getLogger(__name__)
 
@@ -107,10 +105,10 @@ class DiskTier(RenewableTier):
         try:
             shares = None if settings.shares is None else settings.shares(num_slots, self.block_bytes)
             self.catalog = Catalog(num_slots, self.block_bytes, settings.policy, clock, grows=True, shares=shares)
-            self._facts = np.zeros(max(num_slots, self.files.num_allocated), dtype=FACTS)
+            self._facts = np.zeros(num_slots, dtype=FACTS)
             """The facts of each slot's record."""
             self._recency = Recency(num_slots, self.files.recency)
-            stale = self._restore(clock)
+            stale = self._restore()
         except BaseException:
             self.files.close()
             raise
@@ -129,7 +127,7 @@ class DiskTier(RenewableTier):
     def _new_generation(self) -> int:
         return int.from_bytes(self._random(8), "little")
 
-    def _restore(self, clock: Callable[[], float]) -> Slots:
+    def _restore(self) -> Slots:
         """Fills the catalog with the blocks on disk. Returns slots whose records must go, since their keys have newer
         ones, or their tenants less room than before."""
         keys: list[OffloadKey] = []
@@ -143,7 +141,7 @@ class DiskTier(RenewableTier):
             keys += entries.keys
             found.append(entries.slots)
         slots = np.concatenate(found)
-        # Those that are retained count as used last, so that no smaller budget or quota drops them before others.
+        # Those that are retained count as used last, so that no smaller quota drops them before others.
         retained = self._found_retained(keys, marks[slots])
         order = np.argsort(recency[slots], kind="stable")
         if retained:
@@ -158,10 +156,6 @@ class DiskTier(RenewableTier):
             keys = [key for i, key in enumerate(keys) if last[key] == i]
             stale, slots = slots[~newest], slots[newest]
         self._facts["sequence"][: len(recency)] = recency
-        if self.files.num_allocated > self.files.num_slots:
-            keys, slots = shrink(self.files, keys, slots, self._facts, clock)
-            stale = np.setdiff1d(stale[stale < self.files.num_slots], slots)
-            self._facts = self._facts[: self.files.num_slots].copy()
         self._recency.restore(slots, self._facts["sequence"][slots])
         left_out = self.catalog.restore(keys, slots)
         if retained:
@@ -171,7 +165,7 @@ class DiskTier(RenewableTier):
             now = self._wall_clock()
             self.catalog.retention.restore(kept, [retained[key] - now for key in kept])
         # What is restored gets its marks again. The others would retain blocks once there is more room.
-        marked = np.flatnonzero(marks[: self.files.num_slots])
+        marked = np.flatnonzero(marks)
         if len(marked):
             self._recency.note_marks(marked, np.zeros(len(marked), dtype=np.uint64))
         free = np.ones(self.files.num_allocated, dtype=np.bool_)
@@ -193,10 +187,10 @@ class DiskTier(RenewableTier):
         return TierStats(files.capacity_bytes, catalog.num_blocks, files.used_bytes, catalog.num_evicted)
 
     def tenant_uses(self) -> Sequence[TenantUse]:
-        return self.catalog.tenant_uses()
+        return self.catalog.manager.tenant_uses()
 
     def most_blocks(self, key: OffloadKey) -> int:
-        return self.catalog.most_blocks(key)
+        return self.catalog.manager.most_blocks(key)
 
     @property
     def is_busy(self) -> bool:
@@ -280,7 +274,6 @@ class DiskTier(RenewableTier):
         return self._end([run for run in done if run.is_read]) + self._end([run for run in done if not run.is_read])
 
     def _end(self, done: Sequence[Done]) -> list[TierResult]:
-        """Ends transfers of one kind."""
         if not done:
             return []
         results = [result for run in done for result in run.results]
@@ -347,7 +340,7 @@ class DiskTier(RenewableTier):
         weights than that process will load."""
         if self._closed:
             return
-        self.catalog.reset()
+        self.catalog.manager.reset()
         self._note_retained()
         index = self.files.index
         index.header = replace(index.header, generation=self._new_generation(), transient=True)
@@ -368,7 +361,7 @@ class DiskTier(RenewableTier):
     def give_up(self) -> None:
         self.files.read_only = True
         self._io.abandon()
-        self.catalog.reset()
+        self.catalog.manager.reset()
 
     def close(self) -> None:
         if self._closed:
@@ -378,7 +371,7 @@ class DiskTier(RenewableTier):
         all_ended = self._executor.close(CLOSE_DEADLINE_S)
         self._unreported += self._take_results()
         self._note_retained()
-        self.catalog.reset()
+        self.catalog.manager.reset()
         if not all_ended or not self._finish(FINISH_DEADLINE_S):
             # A thread hangs in a call. Its descriptors stay open, so that none comes to name another file. The lock
             # stays, too: the thread may still write when it continues.
@@ -406,5 +399,5 @@ class DiskTier(RenewableTier):
         return not thread.is_alive()
 
     def check_integrity(self) -> None:
-        self.catalog.check_integrity()
+        self.catalog.manager.check_integrity()
         super().check_integrity()

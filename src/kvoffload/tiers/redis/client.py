@@ -186,7 +186,6 @@ class RedisClient(StoreClient):
             call.note(f"{address}: {error}" if isinstance(error, Lost) else str(error))
 
     def _take(self, call: _Call, index: int, stream: Stream, address: Address, asks: bool) -> None:
-        """Takes the reply about the name at ``index``."""
         if asks and stream.reply() != b"OK":
             raise Lost("malformed reply: it does not fit the command")
         answer = call.answer(index, stream)
@@ -216,7 +215,6 @@ class RedisClient(StoreClient):
             call.note(f"{address}: it redirects names to more than {MAX_REDIRECTS} other nodes; the rest are misses")
 
     def _note_write(self, call: _Call, index: int, address: Address, outcome: Outcome) -> None:
-        """Takes in how a node has answered a write."""
         if not self._nodes.is_cluster:
             return
         if outcome in (Outcome.FULL, Outcome.FAILED):

@@ -236,7 +236,6 @@ class Nodes:
         raise StoreError("; ".join(problems))
 
     def _take(self, reply: Reply, asked: Address) -> None:
-        """Takes in the answer of the server ``asked``."""
         if isinstance(reply, ErrorReply):
             if reply.code not in ("ERR", "NOPERM"):
                 raise StoreError(f"{asked}: {explain(reply)}")

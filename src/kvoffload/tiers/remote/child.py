@@ -20,10 +20,9 @@ from kvoffload.tiers.remote.client import StoreClient
 from kvoffload.tiers.remote.config import read_hmac_key
 from kvoffload.tiers.remote.growth import GrowthWatch
 from kvoffload.tiers.remote.identities import announce
-from kvoffload.tiers.remote.memory import ValueMemory
 from kvoffload.tiers.remote.messages import Kind, Op, Setup, StoreRequest, Unframer, frame
 from kvoffload.tiers.remote.record import RECORD_BYTES, ValueFormat
-from kvoffload.tiers.remote.worker import StoreWorker
+from kvoffload.tiers.remote.worker import StoreWorker, ValueMemory
 from kvoffload.tiers.threads import IOThreads
 
 NUM_READ_THREADS = 2

@@ -213,7 +213,6 @@ class StoreLink:
         return answers
 
     def _check(self, run: _Run) -> None:
-        """Kills the process if it took too long."""
         now = self._clock()
         if not run.is_ready:
             if not run.has_connected and now >= run.start_deadline:

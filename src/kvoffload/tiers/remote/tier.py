@@ -163,7 +163,6 @@ class RemoteTier(Tier):
         return results
 
     def _take(self, request: StoreRequest, response: Response) -> list[TierResult]:
-        """Takes in an answer. Returns the results of the transfers that it ends."""
         if request.op is Op.LOOKUP:
             self._end_lookup(request.keys, response)
         elif request.op is Op.REMOVE:
@@ -207,7 +206,6 @@ class RemoteTier(Tier):
         return results
 
     def _note_end(self, op: Op, key: OffloadKey, outcome: Outcome, is_wanted: bool) -> None:
-        """Remembers whether the store has the block of a transfer that ended."""
         now = self._clock()
         if outcome is Outcome.CORRUPT or (op is Op.WRITE and outcome is Outcome.OK and not is_wanted):
             self._removals.remove([key])

@@ -1,4 +1,5 @@
-"""StoreWorker: answers requests with a store's client. It runs in the client's process."""
+"""StoreWorker: answers requests with a store's client, which moves bytes in ValueMemory. It runs in the client's
+process."""
 
 from __future__ import annotations
 
@@ -6,12 +7,17 @@ import random as random_module
 import time
 from collections.abc import Callable, Sequence
 
-from kvoffload.abc import OffloadKey
-from kvoffload.tiers.remote.client import Outcome, StoreClient, StoreError
-from kvoffload.tiers.remote.memory import ValueMemory
-from kvoffload.tiers.remote.messages import Op, Response, StoreRequest
-from kvoffload.tiers.remote.record import ValueFormat
+import numpy as np
 
+from kvoffload.abc import ByteArray, OffloadKey
+from kvoffload.tiers.remote.client import Outcome, StoreClient, StoreError
+from kvoffload.tiers.remote.messages import Op, Response, StoreRequest
+from kvoffload.tiers.remote.record import RECORD_BYTES, Value, ValueFormat
+
+MAX_ROWS = 64
+"""Values moved by one call of a client."""
+ROWS_BYTES = 32 << 20
+"""Memory for values that one call of a client moves through rows; at least one value."""
 RETRY_WITHIN_S = 1.0
 """Lookups and reads that fail sooner are repeated once: a lost connection is replaced by then."""
 MORE_WITHIN_S = 4.0
@@ -20,6 +26,28 @@ deadline of transfers, see ``link``."""
 RETRY_PAUSE_S = 0.2
 """The longest pause before the repetition; pauses are random, so that servers do not come back all at once."""
 TOO_SLOW = "the store is too slow"
+
+
+class ValueMemory:
+    """Memory for ``num_rows`` values at a time, whose payloads belong into slots of ``pools``. One thread uses it.
+
+    A value is a buffer for its record, and the slots themselves. With ``has_rows``, for clients whose peers can write
+    to that memory, it is one buffer as long as all of these together; the format of the values copies between it and
+    the slots. ``memory``: the buffers of all rows.
+    """
+
+    def __init__(self, pools: Sequence[ByteArray], has_rows: bool = False, most_bytes: int = ROWS_BYTES) -> None:
+        self._pools = pools
+        self._has_rows = has_rows
+        row_bytes = RECORD_BYTES + has_rows * sum(pool.shape[1] for pool in pools)
+        self.num_rows = max(1, min(MAX_ROWS, most_bytes // row_bytes))
+        self.memory: ByteArray = np.zeros((self.num_rows, row_bytes), dtype=np.uint8)
+
+    def value(self, row: int, slot: int) -> Value:
+        """Returns the memory of a value in ``row`` whose payload belongs into ``slot`` of every pool. The value that
+        the row had before must not be used any more."""
+        whole = self.memory[row]
+        return Value(whole[:RECORD_BYTES], [pool[slot] for pool in self._pools], whole if self._has_rows else None)
 
 
 class StoreWorker:
@@ -104,7 +132,6 @@ class StoreWorker:
         return outcomes
 
     def _get(self, keys: Sequence[OffloadKey], names: Sequence[str], slots: Sequence[int]) -> list[Outcome]:
-        """Reads blocks and verifies them."""
         values = [self._memory.value(row, slot) for row, slot in enumerate(slots)]
         for value in values:
             value.record[:] = 0

@@ -219,7 +219,6 @@ class _FollowedSeat:
         self._journal = journal
 
     def _scan(self, index: StoredFile, view: SeatView) -> None:
-        """Fills ``view`` with the blocks that the index has."""
         most = self._blocks.max_slots(self.number)
         for first in range(0, most, RECORDS_PER_READ):
             count = min(RECORDS_PER_READ, most - first)
@@ -252,16 +251,6 @@ class _FollowedSeat:
 def read_header(storage: Storage, fingerprint: str) -> Header:
     """Returns the header of an index as it is on the medium now. Raises FormatError and OSError."""
     return Header.unpack(read_fresh(storage, fingerprint, INDEX_NAME, HEADER_BYTES))
-
-
-def has_good_headers(storage: Storage, expected: Header) -> bool:
-    """Returns whether an index has the ``expected`` header on the medium, and its journal a valid one. Raises
-    OSError."""
-    try:
-        JournalHeader.unpack(read_fresh(storage, expected.fingerprint, JOURNAL_NAME, JOURNAL_HEADER_BYTES))
-        return read_header(storage, expected.fingerprint) == expected
-    except FormatError:
-        return False
 
 
 def read_record(storage: Storage, fingerprint: str, slot: int) -> ByteArray:

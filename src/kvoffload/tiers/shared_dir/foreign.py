@@ -127,7 +127,6 @@ class ForeignBlocks:
             self.slabs.close(view)
 
     def _insert(self, table: ForeignTable, view: SeatView, slots: Slots) -> None:
-        """Adds the blocks in ``slots``."""
         slots = slots[view.digests[slots] != 0]
         digests, places = view.digests[slots], _places(view, slots)
         table.insert(digests, places)
@@ -151,7 +150,6 @@ class ForeignBlocks:
                 del self._copies[digest]
 
     def _rebuild(self) -> None:
-        """Makes a larger table of all views."""
         table = ForeignTable(sum(int(np.count_nonzero(view.digests)) for view in self._views.values()))
         self._copies.clear()
         for view in self._views.values():

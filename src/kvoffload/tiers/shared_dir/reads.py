@@ -16,9 +16,9 @@ import numpy as np
 from kvoffload.abc import ByteArray, OffloadKey, TierError
 from kvoffload.tiers.disk.blockio import JOB_BYTES, Batch, BlockJobs, Done
 from kvoffload.tiers.disk.format import FACTS, RECORD_BYTES, FormatError, parse_records, payload_checksum
-from kvoffload.tiers.executor import Executor
 from kvoffload.tiers.shared_dir.followers import GONE_ERRORS, Follower, read_header, read_record
 from kvoffload.tiers.shared_dir.foreign import ForeignBlocks, ForeignSlot, SeatView
+from kvoffload.tiers.threads import Executor
 
 STALE_ERRORS = (*GONE_ERRORS, errno.EBADF)
 """Errors of files and folders that were removed, or that the follower has closed since."""

@@ -254,11 +254,10 @@ class Claimant:
     def _new_seat(self) -> Seat | None:
         folders, files = seat_names(self.root), self.root.files("")
         for name in map(seat_name, range(MAX_SEATS)):
-            if name in files:
-                logger.warning(
-                    "kvoffload: shared directory: %s is not a folder, so no server can write there; remove it", name
-                )
-            elif name not in folders and (seat := self._claim(name, lambda storage: storage.try_lock())) is not None:
+            if name in folders or name in files:
+                continue
+            seat = self._claim(name, lambda storage: storage.try_lock())
+            if seat is not None:
                 seat.is_new = True
                 return seat
         return None
@@ -287,20 +286,16 @@ def log_unusable_seat(name: str, error: Exception) -> None:
 
 def _medium_time(root: Storage) -> float:
     """Returns the medium's time; a time before all others if it cannot be learned."""
-    for _ in range(2):
-        try:
-            return write_file(root, "", CLOCK_NAME, np.zeros(8, dtype=np.uint8))
-        except OSError as error:
-            problem = error
-            with suppress(OSError):
-                root.remove("", CLOCK_NAME)
-    logger.warning(
-        "kvoffload: shared directory: %s cannot be written (%s), so folders of servers on machines that were lost are "
-        "not taken over; remove it",
-        CLOCK_NAME,
-        problem,
-    )
-    return -float("inf")
+    try:
+        return write_file(root, "", CLOCK_NAME, np.zeros(8, dtype=np.uint8))
+    except OSError as error:
+        logger.warning(
+            "kvoffload: shared directory: %s cannot be written (%s), so folders of servers on machines that were lost "
+            "are not taken over; remove it",
+            CLOCK_NAME,
+            error,
+        )
+        return -float("inf")
 
 
 def _is_free(seat: Storage, machine: Machine, now: float) -> bool:

@@ -29,14 +29,13 @@ from kvoffload.tiers.disk.journal import UInt64s, digests_of
 from kvoffload.tiers.disk.layout import SLAB_BYTES
 from kvoffload.tiers.disk.storage import Storage
 from kvoffload.tiers.disk.tier import DiskSettings, DiskTier
-from kvoffload.tiers.executor import Executor
 from kvoffload.tiers.shared_dir.background import Repeat, Repeating
 from kvoffload.tiers.shared_dir.followers import FOLLOW_S, Follower
 from kvoffload.tiers.shared_dir.foreign import MAX_FOREIGN_BLOCKS, ForeignBlocks
 from kvoffload.tiers.shared_dir.reads import ForeignReads
 from kvoffload.tiers.shared_dir.seats import GONE_AFTER_S, Claimant, Machine, Seat, log_unusable_seat, seat_names
 from kvoffload.tiers.shared_dir.writer import Renewal, Writer
-from kvoffload.tiers.threads import IOThreads
+from kvoffload.tiers.threads import Executor, IOThreads
 
 logger = logging.getLogger(__name__)
 

@@ -8,10 +8,10 @@ import threading
 from collections.abc import Callable
 
 from kvoffload.abc import ConfigError
-from kvoffload.tiers.disk.storage import Storage
+from kvoffload.tiers.disk.format import HEADER_BYTES, INDEX_NAME, JOURNAL_NAME
+from kvoffload.tiers.disk.storage import Storage, read_fresh
 from kvoffload.tiers.disk.tier import DiskTier
 from kvoffload.tiers.shared_dir.background import Rest
-from kvoffload.tiers.shared_dir.followers import has_good_headers
 from kvoffload.tiers.shared_dir.seats import BEAT_S, SILENT_S, GoneSeats, Seat, SeatState
 
 logger = logging.getLogger(__name__)
@@ -67,28 +67,12 @@ class Writer:
             self._next_look = now + LOOK_AROUND_S
             try:
                 self._gone.look_around()
-                self._check_headers()
                 self.own.files.remove_excess()
+                for name in (INDEX_NAME, JOURNAL_NAME):
+                    read_fresh(self.seat.storage, self.own.files.folder.name, name, HEADER_BYTES)
             except OSError as error:
+                self.seat.is_lost = error.errno in VANISHED_ERRORS
                 logger.debug("kvoffload: shared directory: folders cannot be looked at (%s)", error)
-
-    def _check_headers(self) -> None:
-        """Has the headers, without which no other server can follow this seat, written again if they were damaged."""
-        index = self.own.files.index
-        if index.header_is_due:
-            return
-        try:
-            is_good = has_good_headers(self.seat.storage, index.header)
-        except OSError as error:
-            self.seat.is_lost = error.errno in VANISHED_ERRORS
-            raise
-        if not is_good:
-            logger.warning(
-                "kvoffload: shared directory: the header of %s is damaged, so no other server finds its blocks; it is "
-                "written again",
-                self.seat.name,
-            )
-            index.repair_headers()
 
     def end(self) -> None:
         """Notes in the heartbeat that the process has ended."""
@@ -152,7 +136,6 @@ class Renewal:
             logger.debug("kvoffload: shared directory: no new folder (%s)", error)
 
     def _drop(self, opened: Writer) -> None:
-        """Closes a writer, unless it was taken meanwhile."""
         with self._lock:
             if self._next is not opened:
                 return
