@@ -13,12 +13,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import Offlo
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from demo.vllm_servers import BLOCK_TOKENS, Server, offloading_scheduler, set_positions
+from demo.vllm_servers import BLOCK_TOKENS, Server, offloading_scheduler
 
 CHUNK_BYTES = 4096
 HOST_CHUNKS = 2048
@@ -170,18 +169,6 @@ class Door:
     def idle(self, n: int) -> None:
         for _ in range(n):
             self.step()
-
-    def await_hit(self, prompt: list[bytes]) -> None:
-        """Looks the first chunk of ``prompt`` up in the tier until it is found."""
-        context = ReqContext("first")
-        keys = [make_offload_key(each, 0) for each in prompt]
-        set_positions(context, keys)
-        self.tier.on_new_request(context)
-        deadline = time.monotonic() + DEADLINE_S
-        while self.tier.lookup(keys[0], context) is not LookupResult.HIT:
-            assert time.monotonic() < deadline
-            self.tier.on_schedule_end(ScheduleEndContext((), ()))
-            time.sleep(0.001)
 
 
 class Scheduled:

@@ -4,30 +4,19 @@ Connector, manager, host memory and policy are vLLM's, with its configuration of
 are missing. Both tiers hold the same number of chunks of 4 KiB and run in one process, in turn. A figure is the sum of
 all calls of the scheduler that a request causes in all its steps: thread time or wall time, the median of the rounds.
 Between two steps both tiers have the same time for their work in the background.
-
-The last row is a restart: from the construction of the tier to the first chunk that is found. Only the index on disk is
-full; the payloads are not written, since a start does not read them.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from benchmarks.report import Row, publish
-from kvoffload.tiers.disk.directory import DirectoryStorage
-from kvoffload.tiers.disk.format import FACTS, is_fingerprint, pack_records
-from kvoffload.tiers.disk.layout import SLAB_BYTES
-from kvoffload.tiers.disk.recovery import open_files
 
 if TYPE_CHECKING:
     from benchmarks.door_driver import Door
@@ -83,44 +72,8 @@ def steps(folder: Path, num_chunks: int, rounds: int) -> list[Row]:
     return rows
 
 
-def restart(folder: Path, num_chunks: int) -> list[Row]:
-    from benchmarks.door_driver import Door, hashes
-
-    capacity = num_chunks * SLOT_BYTES + (64 << 20)
-    door = Door("kvoffload", folder, capacity)
-    namespace = door.tier.bridge._thread.namespace
-    door.scheduler.shutdown()
-    root = folder / "kvoffload"
-    # The group of every key is 0.
-    (fingerprint,) = (path.name for path in root.iterdir() if is_fingerprint(path.name))
-    files = open_files(DirectoryStorage(root), fingerprint, [4096], capacity, SLAB_BYTES, lambda: 7)
-    while files.num_allocated < num_chunks:
-        files.grow()
-    prompt = hashes(1, "found")
-    for start in range(0, num_chunks, 4096):
-        count = min(4096, num_chunks - start)
-        raw = os.urandom(32 * count)
-        names = [raw[32 * i : 32 * i + 32] for i in range(count)]
-        if start + count == num_chunks:
-            names[-1:] = prompt
-        facts = np.zeros(len(names), dtype=FACTS)
-        facts["payload_checksum"] = np.arange(len(names))
-        facts["sequence"] = start + np.arange(len(names))
-        records = pack_records(files.index.header, [namespace + name + bytes(4) for name in names], facts)
-        files.index.write_records(start, records.reshape(-1))
-    files.close()
-    begin = time.perf_counter()
-    door = Door("kvoffload", folder, capacity)
-    door.await_hit(prompt)
-    seconds = time.perf_counter() - begin
-    door.scheduler.shutdown()
-    shutil.rmtree(root)
-    return [Row(f"first hit after a start with {num_chunks:,} chunks on disk", seconds, "s")]
-
-
 def main(out: Path, quick: bool) -> None:
     base = os.environ.get("KVOFFLOAD_BENCH_DIR")
     with tempfile.TemporaryDirectory(prefix="kvoffload-bench-", dir=base or Path.cwd()) as temporary:
-        rows = steps(Path(temporary) / "steps", 8192 if quick else 100_000, 5 if quick else 31)
-        rows += restart(Path(temporary) / "restart", 100_000 if quick else 1_000_000)
+        rows = steps(Path(temporary), 8192 if quick else 100_000, 5 if quick else 31)
     publish("doors", "vLLM's scheduler above a tier (ratio: times as fast as above vLLM's fs tier)", rows, out)

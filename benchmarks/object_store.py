@@ -1,9 +1,9 @@
-"""Benchmark of the object store tier beside plain obstore, on moto and on a local directory: GB/s, CPU time per GB and
-requests per block, for blocks of 2 MiB, and of 64 KiB with and without shared objects.
+"""Benchmark of the object store tier beside plain obstore, on moto: GB/s and CPU time per GB, for blocks of 2 MiB, and
+of 64 KiB with and without shared objects.
 
 The plain script runs in a process of its own, like the tier's client. It puts and gets every value as an object of its
 own from as many threads as the tier has, verifies nothing, and leaves what it gets where obstore has put it. moto is a
-slow server, so on it the ratio counts; obstore's local directory shows what the client costs. Both sides take turns.
+slow server, so the ratio counts. Both sides take turns.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -23,13 +22,12 @@ from benchmarks.report import Row, publish
 from demo.stores import ObjectStore
 from kvoffload.abc import OffloadKey
 from kvoffload.cache.keys import make_offload_key
-from kvoffload.tiers.object_store.bucket import Answer, Bucket
 from kvoffload.tiers.object_store.client import ObjectStoreClient
 from kvoffload.tiers.object_store.obstore_bucket import TRANSFERS, open_bucket
 from kvoffload.tiers.remote.client import Outcome
 from kvoffload.tiers.remote.messages import Op, StoreRequest
 from kvoffload.tiers.remote.record import RECORD_BYTES, ValueFormat
-from kvoffload.tiers.remote.worker import MAX_ROWS, StoreWorker, ValueMemory
+from kvoffload.tiers.remote.worker import StoreWorker, ValueMemory
 
 FINGERPRINT = "5e" * 32
 ROUNDS = 3
@@ -45,7 +43,7 @@ import numpy as np, obstore
 from obstore.store import from_url
 url, endpoint, count, nbytes, threads = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
 options = dict(endpoint=endpoint, region="us-east-1", unsigned_payload=True, client_options={"allow_http": True})
-store = from_url(url, **(options if endpoint else {'mkdir': True}))
+store = from_url(url, **options)
 rows = np.random.default_rng(1).integers(0, 256, (count, nbytes), dtype=np.uint8)
 pool = ThreadPoolExecutor(threads)
 def cpu():
@@ -63,49 +61,22 @@ for line in sys.stdin:
 """
 
 
-class Counting(Bucket):
-    """Counts the requests to another bucket."""
-
-    def __init__(self, bucket: Bucket) -> None:
-        self._bucket = bucket
-        self.has_notes = bucket.has_notes
-        self.count = 0
-
-    def head(self, names: Any) -> list[Answer]:
-        self.count += len(names)
-        return self._bucket.head(names)
-
-    def get(self, pieces: Any) -> list[Answer]:
-        self.count += len(pieces)
-        return self._bucket.get(pieces)
-
-    def put(self, objects: Any) -> list[Outcome]:
-        self.count += len(objects)
-        return self._bucket.put(objects)
-
-    def delete(self, names: Any) -> list[Outcome]:
-        self.count += len(names)
-        return self._bucket.delete(names)
-
-
 class Side:
     """The tier's client and worker, in this process."""
 
     def __init__(self, settings: dict[str, str], block_bytes: int, shares: bool) -> None:
         self.count = BYTES // block_bytes
         self.pool = np.random.default_rng(0).integers(0, 256, (2 * self.count, block_bytes), dtype=np.uint8)
-        self.bucket = Counting(open_bucket(settings))
-        client = ObjectStoreClient(self.bucket, RECORD_BYTES + block_bytes if shares else 0, [0])
+        client = ObjectStoreClient(open_bucket(settings), RECORD_BYTES + block_bytes if shares else 0, [0])
         self._worker = StoreWorker(client, ValueMemory([self.pool]), ValueFormat(FINGERPRINT))
 
-    def run(self, op: Op, keys: list[OffloadKey]) -> tuple[float, float, float]:
-        """Returns seconds, CPU seconds, and requests per block."""
+    def run(self, op: Op, keys: list[OffloadKey]) -> tuple[float, float]:
+        """Returns seconds and CPU seconds."""
         first = self.count if op is Op.READ else 0
-        slots = () if op is Op.LOOKUP else range(first, first + len(keys))
-        before, begun, cpu_begun = self.bucket.count, time.perf_counter(), cpu()
-        response = self._worker.run(StoreRequest(1, op, keys, slots))
+        begun, cpu_begun = time.perf_counter(), cpu()
+        response = self._worker.run(StoreRequest(1, op, keys, range(first, first + len(keys))))
         assert set(response.outcomes) == {Outcome.OK}, response.problem or "some blocks have failed"
-        return time.perf_counter() - begun, cpu() - cpu_begun, (self.bucket.count - before) / len(keys)
+        return time.perf_counter() - begun, cpu() - cpu_begun
 
 
 def cpu() -> float:
@@ -142,7 +113,7 @@ def new_chain(n: int) -> list[OffloadKey]:
     return [make_offload_key(raw[32 * i : 32 * i + 32], 0) for i in range(n)]
 
 
-def measure(where: str, url: str, endpoint: str, block_bytes: int, shares: bool, rounds: int) -> list[Row]:
+def measure(url: str, endpoint: str, block_bytes: int, shares: bool, rounds: int) -> list[Row]:
     side = Side({"url": url, "endpoint": endpoint, "region": "", "prefix": "kv"}, block_bytes, shares)
     peer = Peer(url, endpoint, block_bytes)
     taken: dict[str, list[tuple[float, ...]]] = {}
@@ -150,14 +121,13 @@ def measure(where: str, url: str, endpoint: str, block_bytes: int, shares: bool,
         for number in range(rounds + 1):
             keys = new_chain(side.count)
             made = {"put": side.run(Op.WRITE, keys), "peer put": peer.run("put", f"{block_bytes}-{shares}-{number}")}
-            made |= {"lookup": side.run(Op.LOOKUP, keys[:MAX_ROWS])}
             made |= {"get": side.run(Op.READ, keys), "peer get": peer.run("get", f"{block_bytes}-{shares}-{number}")}
             if number:
                 for name, values in made.items():
                     taken.setdefault(name, []).append(values)
     finally:
         peer.close()
-    size = f"{where}, {block_bytes >> 10} KiB" + (" grouped" if shares and BYTES // block_bytes > 64 else "")
+    size = f"{block_bytes >> 10} KiB" + (" grouped" if shares and BYTES // block_bytes > 64 else "")
 
     def median(name: str, column: int) -> float:
         return statistics.median(values[column] for values in taken[name])
@@ -169,9 +139,6 @@ def measure(where: str, url: str, endpoint: str, block_bytes: int, shares: bool,
         rows.append(Row(f"{size}: {do}", BYTES / median(do, 0) / 1e9, "GB/s", plain, ratio))
         mine, theirs = median(do, 1) / BYTES * 1e9, median(f"peer {do}", 1) / BYTES * 1e9
         rows.append(Row("  CPU time of the client", mine, "s/GB", f"plain obstore: {theirs:.2f}", theirs / mine))
-        rows.append(Row("  requests", median(do, 2), "per block"))
-    rows.append(Row(f"{size}: lookup", median("lookup", 0) / min(MAX_ROWS, side.count) * 1e6, "us/block"))
-    rows.append(Row("  requests", median("lookup", 2), "per block"))
     return rows
 
 
@@ -182,12 +149,9 @@ def main(out: Path, quick: bool = False) -> None:
         return
     rounds = 1 if quick else ROUNDS
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory() as work:
-        with ObjectStore(Path(work)) as store:
-            entry = store.entry()
-            for block_bytes, shares in SIZES:
-                rows += measure("moto", entry["url"], entry["endpoint"], block_bytes, shares, rounds)
-        for block_bytes in (2 << 20, 64 << 10):
-            rows += measure("local", f"file://{work}/bucket-{block_bytes}", "", block_bytes, False, rounds)
+    with tempfile.TemporaryDirectory() as work, ObjectStore(Path(work)) as store:
+        entry = store.entry()
+        for block_bytes, shares in SIZES:
+            rows += measure(entry["url"], entry["endpoint"], block_bytes, shares, rounds)
     title = f"Object store tier beside plain obstore, {BYTES >> 20} MiB per round"
     publish("object_store", title, rows, out)

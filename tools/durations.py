@@ -1,8 +1,6 @@
-"""Says where the time of the tests goes: ``durations.py TESTS.xml``, a report of pytest's option ``--junitxml``.
-
-Prints seconds per folder, per file (the slowest), and per guarantee of the README, whose table names files of tests.
-Seconds are those of setup, call and teardown of each test, so several processes together have more than the clock.
-"""
+"""Prints where the time of the tests goes, from a report of pytest's option ``--junitxml``: seconds per folder, per
+file, and per guarantee of the README, whose table names files of tests. Several processes have more seconds than the
+clock."""
 
 from __future__ import annotations
 
