@@ -12,6 +12,7 @@ import numpy as np
 from kvoffload.abc import OffloadKey, ReqContext, Slots, TierResult
 from kvoffload.cache.bills import MovedBytes
 from kvoffload.cache.manager import PolicyOffloadingManager
+from kvoffload.tiering.guard import GuardedTier
 from kvoffload.tiering.health import TierState
 from kvoffload.tiering.plan import Bools
 from kvoffload.tiering.rates import by_direction
@@ -71,9 +72,9 @@ class TierSteps:
 
     def touch(
         self, keys: Sequence[OffloadKey], chain: Sequence[OffloadKey] | None, found: Slots, context: ReqContext | None
-    ) -> None:
+    ) -> list[GuardedTier]:
         """A request uses ``keys``: its ``chain``, if that is None. ``found``: their slots in the host, -1 for blocks
-        that it lacks."""
+        that it lacks. Returns the tiers in which this is a use now."""
         is_held_back = False
         # With states, a request's chain has other keys at its end than at its begin.
         if chain is None and context is not None:
@@ -84,18 +85,18 @@ class TierSteps:
                 if len(self._held_back) > MAX_REQUESTS:
                     self._held_back.popitem(last=False)
         chain = keys if chain is None else chain
-        for tier in self._tiers:
-            if tier.can_read or tier.takes_chains:
-                if tier.writes.admission is not None:
-                    tier.writes.admission.count(chain, context)
-                if not is_held_back:
-                    tier.tier.touch(keys)
-        if is_held_back or _ends_session(context):
-            return
+        working = [tier for tier in self._tiers if tier.can_read or tier.takes_chains]
+        for tier in working:
+            if tier.writes.admission is not None:
+                tier.writes.admission.count(chain, context)
+        if is_held_back:
+            return []
         if context is not None and context.may_wait and (found < 0).all():
-            self._touched[context.req_id] = chain
-        else:
+            if not _ends_session(context):
+                self._touched[context.req_id] = chain
+        elif not _ends_session(context):
             self._offer(chain, None if context is None else context.req_id)
+        return [tier.tier for tier in working]
 
     def end_chain(
         self,
