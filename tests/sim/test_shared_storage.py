@@ -17,7 +17,7 @@ from kvoffload.abc import ByteArray, ConfigError
 from kvoffload.tiers.disk.directory import DirectoryStorage
 from kvoffload.tiers.disk.storage import Storage, StoredFile
 from tests.clock import Clock
-from tests.sim.shared_storage import Mount, NfsClient, NfsServer
+from tests.sim.shared_storage import Mount, NfsClient, NfsServer, NfsStorage
 from tests.sim.storage import PAGE
 
 MOUNTS = [os.environ.get(f"KVOFFLOAD_NFS_{name}", "") for name in "AB"]
@@ -29,8 +29,8 @@ ATTRIBUTES_S = 3.0
 class Pair:
     """Two clients' views of one directory, with a folder "f"; ``sleep`` lets time pass."""
 
-    a: Storage
-    b: Storage
+    a: DirectoryStorage | NfsStorage
+    b: DirectoryStorage | NfsStorage
     sleep: Callable[[float], None]
     look: Callable[[bool], StoredFile]
     """Opens file "x" at the second client for reading, given whether directly."""

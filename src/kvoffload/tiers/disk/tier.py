@@ -76,6 +76,8 @@ class DiskTier(RenewableTier):
     """
 
     name = "disk"
+    loss = "others have emptied or replaced the directory"
+    is_lost = False
 
     def __init__(
         self,
@@ -355,8 +357,8 @@ class DiskTier(RenewableTier):
         if not self.files.read_only:
             self.files.index.write_journal()
 
-    def has_vanished(self) -> bool:
-        return self.files.folder.has_vanished()
+    def look(self) -> None:
+        self.is_lost = self.files.folder.has_vanished()
 
     def give_up(self) -> None:
         self.files.read_only = True

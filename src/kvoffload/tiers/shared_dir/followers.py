@@ -52,7 +52,7 @@ class Follower:
         own: str,
         clock: Callable[[], float],
     ) -> None:
-        self.own: str | None = own
+        self._own = own
         """The seat that is not followed."""
         self._root = root
         self._layout = fingerprint, tuple(slot_bytes)
@@ -66,12 +66,6 @@ class Follower:
         self._next_pass = -float("inf")
         self._may_come_early = True
         """Whether a pass over all seats may begin before that, once, because a new one was named."""
-        self._moved: tuple[Storage, str] | None = None
-        """The directory, and the seat that is not followed, from the next pass on."""
-
-    def move(self, root: Storage, own: str) -> None:
-        """The process has another seat, in ``root``, from now on. The next pass closes the directory of before."""
-        self._moved = root, own
 
     def recheck(self, number: int, slot: int) -> None:
         """Has the next pass read the record of a slot again. Any thread may call this."""
@@ -97,12 +91,8 @@ class Follower:
             return
         self._may_come_early = is_due
         self._next_pass = now + FOLLOW_S
-        if self._moved is not None:
-            moved, self._moved = self._moved, None
-            self._leave()
-            self._root, self.own = moved
         try:
-            names = [name for name in seat_names(self._root) if name != self.own]
+            names = [name for name in seat_names(self._root) if name != self._own]
         except OSError as error:
             logger.debug("kvoffload: shared directory: cannot be listed (%s)", error)
             return
@@ -129,18 +119,13 @@ class Follower:
         self._seats[name] = _FollowedSeat(number, storage, self._layout, self._blocks, Rest(self._clock))
         return self._seats[name]
 
-    def _leave(self) -> None:
+    def close(self) -> None:
+        """Closes the files and folders of the seats, and the directory. No pass may be under way."""
+        self._blocks.slabs.shut()
         for seat in self._seats.values():
             seat.leave()
         self._seats.clear()
         self._root.close()
-
-    def close(self) -> None:
-        """Closes the files and folders of the seats, and the directory. No pass may be under way."""
-        self._blocks.slabs.shut()
-        self._leave()
-        if self._moved is not None:
-            self._moved[0].close()
 
 
 class _FollowedSeat:
