@@ -17,7 +17,7 @@ from kvoffload.abc import ByteArray, ConfigError
 from kvoffload.tiers.disk.directory import DirectoryStorage
 from kvoffload.tiers.disk.storage import Storage, StoredFile
 from tests.clock import Clock
-from tests.sim.shared_storage import Mount, NfsClient, NfsServer, NfsStorage
+from tests.sim.shared_storage import Mount, NfsClient, NfsServer
 from tests.sim.storage import PAGE
 
 MOUNTS = [os.environ.get(f"KVOFFLOAD_NFS_{name}", "") for name in "AB"]
@@ -29,8 +29,8 @@ ATTRIBUTES_S = 3.0
 class Pair:
     """Two clients' views of one directory, with a folder "f"; ``sleep`` lets time pass."""
 
-    a: DirectoryStorage | NfsStorage
-    b: DirectoryStorage | NfsStorage
+    a: Storage
+    b: Storage
     sleep: Callable[[float], None]
     look: Callable[[bool], StoredFile]
     """Opens file "x" at the second client for reading, given whether directly."""
@@ -191,13 +191,14 @@ def test_a_lock_excludes_the_other_client(pair: Pair) -> None:
 
 
 def test_a_lock_excludes_other_open_files_of_its_client(pair: Pair) -> None:
-    pair.a.lock()
-    again = pair.a.reopened()
+    first, again, other = pair.a.child("f"), pair.a.child("f"), pair.b.child("f")
+    first.lock()
     assert not again.try_lock()
     again.close()
-    assert not pair.b.try_lock(), "what did not get the lock has freed it"
-    pair.a.close()
-    assert pair.b.try_lock()
+    assert not other.try_lock(), "what did not get the lock has freed it"
+    first.close()
+    assert other.try_lock()
+    other.close()
 
 
 def test_resized_bytes_are_set_aside_at_once(pair: Pair) -> None:

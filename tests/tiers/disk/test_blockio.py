@@ -117,9 +117,9 @@ def test_what_the_executor_does_not_take_is_left(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(rig.executor, "submit_read", lambda job: next(accepted) and submit(job))
     rig.write(*range(6))
     assert rig.io.submit_reads(rig.batch(range(6), READ_SLOT)) == 4
-    assert rig.io.num_reading == 4
+    assert rig.io.num_moving == {True: 4, False: 0}
     assert len(outcome(rig.take())) == 4
-    assert (rig.io.num_reading, rig.io.num_writing) == (0, 0)
+    assert not any(rig.io.num_moving.values())
 
 
 # Batches.
@@ -208,6 +208,6 @@ def test_a_job_with_a_bug_reports_all_of_its_blocks(rig: Rig, monkeypatch: pytes
     monkeypatch.setattr(blockio, "payload_checksums", fail)
     assert rig.write(3, 4) == dict.fromkeys((3, 4), TierError.IO)
     assert rig.read(1, 2) == dict.fromkeys((1, 2), TierError.IO)
-    assert (rig.io.num_reading, rig.io.num_writing) == (0, 0)
+    assert not any(rig.io.num_moving.values())
     monkeypatch.undo()
     assert rig.read(1, 2) == dict.fromkeys((1, 2))

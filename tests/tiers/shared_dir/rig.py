@@ -74,7 +74,7 @@ class Server:
 
     def run(self) -> list[TierResult]:
         results = []
-        while self.tier.is_busy:
+        while self.tier.has_jobs:
             self.executor.drain()
             results += self.tier.poll()
         self.tier.poll()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
@@ -25,6 +24,7 @@ from kvoffload.abc import (
 )
 from kvoffload.cache.retention import MAX_RETAIN_S
 from kvoffload.cache.tenants import MakeShares
+from kvoffload.deadlines import within
 from kvoffload.tiers.catalog import Catalog, Claim
 from kvoffload.tiers.disk.blockio import JOB_BYTES, Batch, BlockIO, Done
 from kvoffload.tiers.disk.format import FACTS, MAX_KEY_BYTES
@@ -195,14 +195,8 @@ class DiskTier(RenewableTier):
         return self.catalog.manager.most_blocks(key)
 
     @property
-    def is_busy(self) -> bool:
-        """Whether reads or writes are under way, or have ended since the last ``poll``."""
-        return bool(self._io.num_reading or self._io.num_writing)
-
-    @property
     def has_jobs(self) -> bool:
-        """Whether a job of any kind uses the files, or may have since the last ``poll``."""
-        return self.is_busy or self._maintenance.is_busy
+        return any(self._io.num_moving.values()) or self._maintenance.is_busy
 
     def contains(self, keys: Sequence[OffloadKey], ahead: Sequence[OffloadKey] = ()) -> States:
         return self.catalog.contains(keys)
@@ -382,23 +376,18 @@ class DiskTier(RenewableTier):
     def _finish(self, deadline_s: float) -> bool:
         """Writes the rest and closes the files, on a thread of its own, because the medium may hang. Returns
         whether it has ended within ``deadline_s``; if not, the thread closes the files when it continues."""
-        problems: list[Exception] = []
 
         def finish() -> None:
-            try:
-                self._maintenance.finish()
-                with suppress(OSError):
-                    self.write_journal()
-                self.files.close()
-            except Exception as problem:
-                problems.append(problem)
+            self._maintenance.finish()
+            with suppress(OSError):
+                self.write_journal()
+            self.files.close()
 
-        thread = threading.Thread(target=finish, name="kvoffload-disk-close", daemon=True)
-        thread.start()
-        thread.join(deadline_s)
-        for problem in problems:
-            raise problem
-        return not thread.is_alive()
+        try:
+            within(deadline_s, finish)
+        except TimeoutError:
+            return False
+        return True
 
     def check_integrity(self) -> None:
         self.catalog.manager.check_integrity()

@@ -30,7 +30,7 @@ from kvoffload.tiers.disk.layout import SLAB_BYTES
 from kvoffload.tiers.disk.storage import Storage
 from kvoffload.tiers.disk.tier import DiskSettings, DiskTier
 from kvoffload.tiers.late import RenewableTier
-from kvoffload.tiers.shared_dir.background import Repeat, Repeating
+from kvoffload.tiers.shared_dir.background import Repeating
 from kvoffload.tiers.shared_dir.followers import FOLLOW_S, Follower
 from kvoffload.tiers.shared_dir.foreign import MAX_FOREIGN_BLOCKS, ForeignBlocks
 from kvoffload.tiers.shared_dir.reads import ForeignReads
@@ -68,7 +68,7 @@ class Surroundings:
     slab_bytes: int = SLAB_BYTES
     job_bytes: int = JOB_BYTES
     max_foreign_blocks: int = MAX_FOREIGN_BLOCKS
-    repeat: Repeat | None = Repeating
+    repeat: Callable[[str, Callable[[], None], float, Callable[[], None]], Repeating] | None = Repeating
 
 
 class _SeatUse(enum.Enum):
@@ -162,10 +162,7 @@ class SharedDirTier(RenewableTier):
                     raise
                 log_unusable_seat(seat.name, error)
                 unusable.append(seat.name)
-        try:
-            write_identity(seat.storage, context.fingerprint, context.identity)
-        except OSError as error:
-            logger.debug("kvoffload: shared directory: the identity cannot be written (%s)", error)
+        write_identity(seat.storage, context.fingerprint, context.identity)
         return seat, own
 
     # The threads' work.
@@ -179,11 +176,7 @@ class SharedDirTier(RenewableTier):
         self._follower.follow()
         if self._compares_identities:
             self._compares_identities = False
-            try:
-                seats = _seats(self._root)
-                log_unusable("shared directory", seats, self._context.fingerprint, dict(self._context.identity))
-            except OSError as error:
-                logger.debug("kvoffload: shared directory: identities cannot be read (%s)", error)
+            log_unusable("shared directory", _seats(self._root), self._context.fingerprint, self._context.identity)
 
     # The tier.
 
@@ -196,11 +189,6 @@ class SharedDirTier(RenewableTier):
 
     def most_blocks(self, key: OffloadKey) -> int:
         return self.own.most_blocks(key)
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether reads or writes are under way, or have ended since the last ``poll``."""
-        return self.own.is_busy or bool(self._reading)
 
     @property
     def has_jobs(self) -> bool:
@@ -251,9 +239,7 @@ class SharedDirTier(RenewableTier):
             located = self.blocks.locate(int(places[i]), int(digests[i]))
             if located is not None and keys[i] not in self._reading:
                 chosen[keys[i]] = located, int(slots[i])
-        taken = self._reads.submit(
-            list(chosen), [located for located, _ in chosen.values()], [slot for _, slot in chosen.values()]
-        )
+        taken = self._reads.submit(chosen)
         self._reading.update(dict.fromkeys(taken, False))
         return taken
 
@@ -348,7 +334,10 @@ class SharedDirTier(RenewableTier):
 
 def _seats(root: Storage) -> Iterator[tuple[str, Storage]]:
     """Yields the seats that can be opened, by name. Each is closed when the next one is asked for."""
-    for name in seat_names(root):
+    names: list[str] = []
+    with suppress(OSError):
+        names = seat_names(root)
+    for name in names:
         with suppress(OSError, ConfigError), closing(root.child(name)) as storage:
             yield name, storage
 
