@@ -217,14 +217,11 @@ class BlockIO(BlockJobs):
         """Blocks that may be submitted for writing now."""
         return MAX_QUEUED * self._blocks_per_job - self.num_moving[False]
 
-    def submit_reads(self, batch: Batch) -> int:
-        """Queues reads. The facts are those of the blocks' records. Returns how many blocks, from the first on, were
-        taken on."""
-        return self._submit(batch, partial(self._read, self._files.index.header), is_read=True)
-
-    def submit_writes(self, batch: Batch) -> int:
-        """Queues writes. The facts need a sequence only. Returns how many blocks, from the first on, were taken on."""
-        return self._submit(batch, partial(self._write, self._files.index.header), is_read=False)
+    def submit(self, batch: Batch, *, is_read: bool) -> int:
+        """Queues reads or writes. The facts are those of the blocks' records; for writes they need a sequence only.
+        Returns how many blocks, from the first on, were taken on."""
+        move = self._read if is_read else self._write
+        return self._submit(batch, partial(move, self._files.index.header), is_read=is_read)
 
     def abandon(self) -> None:
         """Stops jobs that hang from writing records when they continue: the host slots may have other contents then."""

@@ -103,7 +103,7 @@ class DiskTier(RenewableTier):
             self._new_generation,
             settings.with_journal,
         )
-        num_slots, self.block_bytes = self.files.num_slots, self.files.layout.block_bytes
+        num_slots, self.block_bytes = self.files.budget.num_slots, self.files.budget.layout.block_bytes
         try:
             shares = None if settings.shares is None else settings.shares(num_slots, self.block_bytes)
             self.catalog = Catalog(num_slots, self.block_bytes, settings.policy, clock, grows=True, shares=shares)
@@ -186,7 +186,7 @@ class DiskTier(RenewableTier):
 
     def stats(self) -> TierStats:
         catalog, files = self.catalog, self.files
-        return TierStats(files.capacity_bytes, catalog.num_blocks, files.used_bytes, catalog.num_evicted)
+        return TierStats(files.budget.capacity_bytes, catalog.num_blocks, files.used_bytes, catalog.num_evicted)
 
     def tenant_uses(self) -> Sequence[TenantUse]:
         return self.catalog.manager.tenant_uses()
@@ -208,7 +208,7 @@ class DiskTier(RenewableTier):
             return []
         batch = self._batch(self.catalog.begin_reads(keys, slots))
         self._note_use(batch.slots)
-        taken = self._io.submit_reads(batch)
+        taken = self._io.submit(batch, is_read=True)
         if taken < len(batch.keys):
             self.catalog.cancel_reads(batch.slots[taken:])
         return batch.keys[:taken]
@@ -225,7 +225,7 @@ class DiskTier(RenewableTier):
         batch = self._batch(self.catalog.begin_writes(keys, slots, room))
         batch.facts["sequence"] = self._recency.take(len(batch.slots))
         self._maintenance.give(batch.slots)
-        taken = self._io.submit_writes(batch)
+        taken = self._io.submit(batch, is_read=False)
         if taken < len(batch.keys):
             self.catalog.cancel_writes(batch.slots[taken:])
         return batch.keys[:taken]
@@ -241,7 +241,7 @@ class DiskTier(RenewableTier):
         if self._maintenance.files_are_final:
             return self.catalog.num_available
         free = self.catalog.num_free
-        if free - wanted < max(1, self.files.layout.slots_per_slab // 4):
+        if free - wanted < max(1, self.files.budget.layout.slots_per_slab // 4):
             self._maintenance.grow()
         return free
 

@@ -57,8 +57,8 @@ MAX_HANDED_OVER = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """What a tier runs on. ``repeat`` None: there are no threads of the tier's own, and the caller calls ``keep`` and
-    ``follow``. ``job_bytes``: blocks that are smaller share a job of this size."""
+    """What a tier runs on. ``repeat`` begins its threads. ``job_bytes``: blocks that are smaller share a job of this
+    size."""
 
     machine: Machine = field(default_factory=Machine.this)
     executor: Executor = field(default_factory=lambda: IOThreads(name="kvoffload-shared-io"))
@@ -68,7 +68,7 @@ class Surroundings:
     slab_bytes: int = SLAB_BYTES
     job_bytes: int = JOB_BYTES
     max_foreign_blocks: int = MAX_FOREIGN_BLOCKS
-    repeat: Callable[[str, Callable[[], None], float, Callable[[], None]], Repeating] | None = Repeating
+    repeat: Callable[[str, Callable[[], None], float, Callable[[], None]], Repeating] = Repeating
 
 
 class _SeatUse(enum.Enum):
@@ -123,12 +123,9 @@ class SharedDirTier(RenewableTier):
         """Blocks for which another process waits, and which are not written yet, the oldest first."""
         self._looked_at = -float("inf")
         """When the follower was last asked to follow a seat at once."""
-        self._keeping: Repeating | None = None
-        self._following: Repeating | None = None
-        if on.repeat is not None:
-            self._keeping = on.repeat("kvoffload-shared-keep", self.keep, KEEP_S, self._writer.end)
-            self._following = on.repeat("kvoffload-shared-follow", self.follow, FOLLOW_S, self._follower.close)
-            self._following.wait_for_first(FIRST_FOLLOW_S)
+        self._keeping = on.repeat("kvoffload-shared-keep", self.keep, KEEP_S, self._writer.end)
+        self._following = on.repeat("kvoffload-shared-follow", self.follow, FOLLOW_S, self._follower.close)
+        self._following.wait_for_first(FIRST_FOLLOW_S)
 
     def _take_seat(self, root: Storage) -> tuple[Seat, DiskTier]:
         """Returns a seat and the blocks in it. Raises ConfigError and OSError."""
@@ -269,12 +266,10 @@ class SharedDirTier(RenewableTier):
         now = self._runs_on.clock()
         if now - self._looked_at >= pause_s:
             self._looked_at = now
-            if self._following is not None:
-                self._following.wake()
+            self._following.wake()
 
     def _write_journal_now(self) -> None:
-        if self._keeping is not None:
-            self._keeping.wake()
+        self._keeping.wake()
 
     def poll(self) -> list[TierResult]:
         results, foreign = self.own.poll(), self._reads.take_done()
@@ -318,12 +313,8 @@ class SharedDirTier(RenewableTier):
             return
         is_forgotten = self._state is _SeatUse.FORGOTTEN
         self._state = _SeatUse.CLOSED
-        if self._keeping is None or self._following is None:
-            self._writer.end()
-            self._follower.close()
-        else:
-            self._keeping.stop(STOP_S)
-            self._following.stop(STOP_S)
+        self._keeping.stop(STOP_S)
+        self._following.stop(STOP_S)
         self.own.close()
         if is_forgotten:
             self._reading = dict.fromkeys(self._reading, True)
@@ -334,12 +325,10 @@ class SharedDirTier(RenewableTier):
 
 def _seats(root: Storage) -> Iterator[tuple[str, Storage]]:
     """Yields the seats that can be opened, by name. Each is closed when the next one is asked for."""
-    names: list[str] = []
     with suppress(OSError):
-        names = seat_names(root)
-    for name in names:
-        with suppress(OSError, ConfigError), closing(root.child(name)) as storage:
-            yield name, storage
+        for name in seat_names(root):
+            with suppress(OSError, ConfigError), closing(root.child(name)) as storage:
+                yield name, storage
 
 
 def _gone(result: TierResult) -> TierResult:
