@@ -308,7 +308,7 @@ def promotion_cost(directory: Path) -> list[Row]:
 
     def poll_until_idle() -> float:
         spent = 0.0
-        while tier.is_busy:
+        while tier.has_jobs:
             tier.wait(0.05)
             spent += timed(manager.poll)
         return spent

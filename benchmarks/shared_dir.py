@@ -33,6 +33,7 @@ from kvoffload.tiers.shared_dir.config import SharedDirConfig
 from kvoffload.tiers.shared_dir.seats import HEARTBEAT_NAME, Heartbeat, SeatState, seat_name
 from kvoffload.tiers.shared_dir.tier import SharedDirTier, Surroundings
 from kvoffload.tiers.threads import NUM_THREADS
+from tests.tiers.shared_dir.rig import still
 
 FINGERPRINT = "b" * 64
 BLOCK_BYTES = 2 << 20
@@ -92,7 +93,7 @@ def finding(directory: Path, quick: bool) -> list[Row]:
     root.mkdir(mode=0o700)
     some = [write_index(root, writer, num_blocks) for writer in range(NUM_WRITERS)]
     pool = HostPool(1024, SMALL_BYTES)
-    context, surroundings = TierContext([pool.data], FINGERPRINT), Surroundings(repeat=None)
+    context, surroundings = TierContext([pool.data], FINGERPRINT), Surroundings(repeat=partial(still, time.monotonic))
     tier = SharedDirTier(DirectoryStorage(root), context, 64 << 20, surroundings=surroundings)
     before = resident_bytes()
     start, cpu = time.perf_counter(), time.thread_time()

@@ -344,7 +344,7 @@ def test_a_block_that_a_server_replaces_meanwhile_is_not_bad(tmp_path: Path) -> 
     """The server replaces all blocks after the index was read and before the first payload is."""
     path = tmp_path / "cache"
     tier = fill(path)
-    room = tier.files.capacity_bytes // BLOCK_BYTES
+    room = tier.files.budget.capacity_bytes // BLOCK_BYTES
     write(tier, make_keys(room))
 
     def payloads() -> list[bytes]:

@@ -15,6 +15,7 @@ import errno
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from random import Random
 
 from kvoffload.abc import ByteArray, ConfigError, Tier
@@ -22,6 +23,7 @@ from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.disk.format import is_block_file
 from kvoffload.tiers.disk.journal import num_entries_for
 from kvoffload.tiers.disk.layout import SlotLayout
+from kvoffload.tiers.late import LateTier, Opener
 from kvoffload.tiers.shared_dir.background import Repeating
 from kvoffload.tiers.shared_dir.seats import HEARTBEAT_BYTES, HEARTBEAT_NAME, SILENT_S, Machine, seat_number
 from kvoffload.tiers.shared_dir.tier import STOP_S, SharedDirTier, Surroundings
@@ -35,6 +37,8 @@ from tests.sim.storage import PAGE, os_error
 
 GONE_AFTER_S = 200.0
 """Seats are emptied after this long."""
+REOPEN_S = 5.0
+"""Time between two attempts to open a tier in place of a lost one."""
 STALL_S = 10.0
 """After so long, a stalled access looks whether it may go on. Longer than a shutdown waits."""
 OTHER_BYTES = 64 << 10
@@ -238,7 +242,7 @@ class SteppedRepeating(Repeating):
         self._finish = finish
         self._clock = clock
         self._next = 0.0
-        self._is_running = False
+        self.is_running = False
 
     def wait_for_first(self, timeout_s: float) -> None:
         pass
@@ -252,9 +256,9 @@ class SteppedRepeating(Repeating):
     @property
     def is_due(self) -> bool:
         """Whether it is to run. Returns False until it has run then."""
-        if self._is_running or self._clock() < self._next:
+        if self.is_running or self._clock() < self._next:
             return False
-        self._is_running = True
+        self.is_running = True
         return True
 
     def run(self) -> None:
@@ -262,8 +266,39 @@ class SteppedRepeating(Repeating):
         try:
             self._do()
         finally:
-            self._is_running = False
+            self.is_running = False
             self._next = min(self._next, self._clock() + self._interval_s)
+
+
+class SteppedOpener(Opener):
+    """Opens another tier in place of a lost one in ``step``, instead of on its thread."""
+
+    def __init__(self, open_tier: Callable[[], Tier], clock: Callable[[], float]) -> None:
+        super().__init__(open_tier, None, "shared_dir", "tiers[0]")
+        self._clock = clock
+        self._next = math.inf
+        """When a tier is to be opened."""
+
+    def _run(self) -> None:
+        pass
+
+    def offer(self) -> None:
+        """Opens a tier. Raises ConfigError and OSError."""
+        self._offered, self._next = self._open_tier(), math.inf
+
+    def close_left(self) -> None:
+        """Closes a tier that was left. Another one may be opened then."""
+        if self._left is not None:
+            self._left.close()
+            self._left, self._next = None, self._clock()
+
+    def step(self) -> None:
+        """Opens a tier when it is time."""
+        if self._clock() >= self._next:
+            try:
+                self.offer()
+            except (OSError, ConfigError):
+                self._next = self._clock() + REOPEN_S
 
 
 class FolderConnection(Connection):
@@ -275,6 +310,8 @@ class FolderConnection(Connection):
         self.server = server
         self.is_dead = self.is_closed = False
         self.tier: SharedDirTier | None = None
+        """The latest one."""
+        self._opener: SteppedOpener | None = None
         mount = Mount(
             attributes_s=rng.choice((0.0, 0.003, 0.05, 3.0, 60.0)),
             entries_s=rng.choice((0.0, 0.01, 3.0, 60.0)),
@@ -293,6 +330,7 @@ class FolderConnection(Connection):
         self._intervals = [rng.choice((0.002, 0.02)), rng.choice((0.002, 0.02, 0.2))]
         """Of keeper and follower, shorter than real ones."""
         self._repeated: list[SteppedRepeating] = []
+        """The keeper and the follower of ``tier``."""
 
     @property
     def has_seat(self) -> bool:
@@ -305,46 +343,73 @@ class FolderConnection(Connection):
         return self.tier.seat.name
 
     def open(self, pools: Sequence[ByteArray]) -> Tier | None:
-        medium, server = self.medium, self.server
-        block_bytes = sum(pool.shape[1] for pool in pools)
-        layout = SlotLayout(block_bytes, medium.slab_blocks, num_entries_for(medium.num_blocks))
-        capacity_bytes = layout.bytes_of(medium.num_blocks) + HEARTBEAT_BYTES
-        # Servers with other ranks have larger blocks.
-        medium.capacity_bytes = max(medium.capacity_bytes, capacity_bytes)
-        rng = Random(server.life.scenario.seed)
+        server, rng = self.server, Random(self.server.life.scenario.seed)
         boot = f"{server.number}" if self._is_same_kernel else f"{server.number} {rng.random()}"
+        machine = Machine(f"host-{server.number}", rng.randrange(1 << 15), boot)
+        self._opener = SteppedOpener(partial(self._open, pools, machine, rng), server.clock)
         try:
-            self.tier = SharedDirTier(
-                self.client.storage(),
-                TierContext(pools, server.fingerprint, policy=server.life.scenario.policy),
-                capacity_bytes,
-                GONE_AFTER_S,
-                Surroundings(
-                    machine=Machine(f"host-{server.number}", rng.randrange(1 << 15), boot),
-                    executor=server.executor,
-                    clock=server.clock,
-                    wall_clock=self.client.wall_clock,
-                    random=rng.randbytes,
-                    slab_bytes=medium.slab_blocks * block_bytes,
-                    job_bytes=rng.choice((1, 3, 1000)) * block_bytes,
-                    repeat=self._repeat,
-                ),
-            )
+            self._opener.offer()
         except (OSError, ConfigError):
-            if medium.is_calm:
+            if self.medium.is_calm:
                 raise
-            medium.injected["servers without the tier"] += 1
+            self.medium.injected["servers without the tier"] += 1
             return None
-        close = self.tier.close
+        opener = self._opener
+        tier = LateTier(opener, sum(pool.shape[1] for pool in pools), is_shared=True)
+        tier.join()
+        close = tier.close
 
         def closing() -> None:
             self.background.close(STOP_S)
             # What hangs would hold the locks of this process.
             self.background.kill()
+            opener.close_left()
             close()
 
-        self.tier.close = closing  # type: ignore[method-assign]
+        tier.close = closing  # type: ignore[method-assign]
+        return tier
+
+    def _open(self, pools: Sequence[ByteArray], machine: Machine, rng: Random) -> SharedDirTier:
+        medium, server = self.medium, self.server
+        is_first = self.tier is None
+        if not is_first:
+            server.executor = server.make_executor(rng.randrange(1 << 30), 0.6)
+        block_bytes = sum(pool.shape[1] for pool in pools)
+        layout = SlotLayout(block_bytes, medium.slab_blocks, num_entries_for(medium.num_blocks))
+        capacity_bytes = layout.bytes_of(medium.num_blocks) + HEARTBEAT_BYTES
+        # Servers with other ranks have larger blocks.
+        medium.capacity_bytes = max(medium.capacity_bytes, capacity_bytes)
+        self._repeated = []
+        self.tier = SharedDirTier(
+            self.client.storage(),
+            TierContext(pools, server.fingerprint, policy=server.life.scenario.policy),
+            capacity_bytes,
+            GONE_AFTER_S,
+            Surroundings(
+                machine=machine,
+                executor=server.executor,
+                clock=server.clock,
+                wall_clock=self.client.wall_clock,
+                random=rng.randbytes,
+                slab_bytes=medium.slab_blocks * block_bytes,
+                job_bytes=rng.choice((1, 3, 1000)) * block_bytes,
+                repeat=self._repeat,
+            ),
+        )
+        medium.injected["tiers that opened anew"] += not is_first
         return self.tier
+
+    def _renew(self) -> None:
+        """Does what the opener's thread does."""
+        assert self._opener is not None
+        was_serving, self.server.is_serving = self.server.is_serving, False
+        try:
+            # A thread that hangs in the medium holds up no close for long. Here it does: it cannot be ended.
+            if not any(each.is_running for each in self._repeated):
+                self._opener.close_left()
+            self._opener.step()
+        finally:
+            self.server.is_serving = was_serving
 
     def _before_access(self) -> None:
         self._num_accesses += 1
@@ -370,6 +435,7 @@ class FolderConnection(Connection):
         if self.tier is None or self.is_dead:
             return
         self.client.tick()
+        self._renew()
         for each in self._repeated:
             if each.is_due:
                 self.background.submit_read(each.run)

@@ -475,9 +475,6 @@ class NfsStorage(Storage):
             self.make_folder(name)
         return NfsStorage(self.client, (*self._path, name), self.read_only)
 
-    def reopened(self) -> NfsStorage:
-        return NfsStorage(self.client, self._path, self.read_only)
-
     def lock(self) -> None:
         if not self.try_lock():
             raise ConfigError("dir: another client has locked it; give each its own directory")

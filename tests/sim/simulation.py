@@ -322,7 +322,7 @@ class Server(LivingServer):
     def check_budget(self) -> None:
         if self.tier is not None:
             files = self.tier.files
-            used, claimed, allowed = self.medium.peak_bytes, files.used_bytes, files.capacity_bytes
+            used, claimed, allowed = self.medium.peak_bytes, files.used_bytes, files.budget.capacity_bytes
             if self.medium.used_bytes > claimed or max(used, claimed) > allowed:
                 raise OverBudget(f"{used} bytes in use at most, {claimed} according to the tier, {allowed} allowed")
 

@@ -125,7 +125,7 @@ class FaultyStorage(Storage):
     def read_only(self, read_only: bool) -> None:
         self._read_only = read_only
 
-    try_lock, child, reopened = _forwarded("try_lock"), _forwarded("child"), _forwarded("reopened")
+    try_lock, child = _forwarded("try_lock"), _forwarded("child")
     folders, files = _forwarded("folders"), _forwarded("files")
     make_folder, remove_folder = _forwarded("make_folder", writes=True), _forwarded("remove_folder", writes=True)
     remove = _forwarded("remove", writes=True)

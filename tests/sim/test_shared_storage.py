@@ -191,13 +191,14 @@ def test_a_lock_excludes_the_other_client(pair: Pair) -> None:
 
 
 def test_a_lock_excludes_other_open_files_of_its_client(pair: Pair) -> None:
-    pair.a.lock()
-    again = pair.a.reopened()
+    first, again, other = pair.a.child("f"), pair.a.child("f"), pair.b.child("f")
+    first.lock()
     assert not again.try_lock()
     again.close()
-    assert not pair.b.try_lock(), "what did not get the lock has freed it"
-    pair.a.close()
-    assert pair.b.try_lock()
+    assert not other.try_lock(), "what did not get the lock has freed it"
+    first.close()
+    assert other.try_lock()
+    other.close()
 
 
 def test_resized_bytes_are_set_aside_at_once(pair: Pair) -> None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -32,6 +33,7 @@ from kvoffload.tiers.disk.tier import DiskSettings, DiskTier
 from kvoffload.tiers.late import LateTier, Opener
 from kvoffload.tiers.opening import OPEN_DEADLINE_S
 from kvoffload.tiers.remote.config import START_WAIT_S
+from kvoffload.tiers.shared_dir import writer
 from kvoffload.tiers.shared_dir.config import SharedDirConfig
 from tests.sim.executor import SteppedExecutor
 from tests.sim.memory_tier import MemoryTier
@@ -426,13 +428,26 @@ def remove_directory(path: Path) -> None:
     shutil.rmtree(path)
 
 
-@pytest.mark.parametrize("lose", [remove_files, remove_folder, replace_directory, remove_directory])
-@pytest.mark.parametrize("engines", [1, 2])
-def test_a_disk_tier_that_lost_its_files_opens_anew(
-    tmp_path: Path, opened: ExitStack, caplog: pytest.LogCaptureFixture, lose: Callable[[Path], None], engines: int
+@pytest.mark.parametrize(
+    ("made", "engines", "lose"),
+    [
+        *product([DiskConfig], [1, 2], [remove_files, remove_folder, replace_directory, remove_directory]),
+        *product([SharedDirConfig], [1], [remove_files, remove_folder, remove_directory]),
+    ],
+)
+def test_a_tier_that_lost_its_files_opens_anew(
+    tmp_path: Path,
+    opened: ExitStack,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    made: Any,
+    engines: int,
+    lose: Callable[[Path], None],
 ) -> None:
+    monkeypatch.setattr(writer, "BEAT_S", 0.05)
     path, pools = tmp_path / "cache", make_pools(4, SLOT)
-    config = DiskConfig(dir=str(path), bytes=16 * MIB * engines)
+    path.mkdir(mode=0o700)
+    config = made(dir=str(path), bytes=16 * MIB * engines)
     context = TierContext(pools, FINGERPRINT, engines=engines)
     ((tier, _),) = opening.open_tiers([TierEntry("tiers[0].", config)], context, opened)
     write(tier, KEY)
@@ -442,13 +457,13 @@ def test_a_disk_tier_that_lost_its_files_opens_anew(
     assert warnings(caplog) == []
     own = path / "engine-0" if engines > 1 else path
     lose(own if lose is remove_folder else path)
-    until(lambda: any("THE DISK TIER HAS LOST ITS FILES" in each for each in warnings(caplog)), tier)
+    until(lambda: any(f"THE {made.kind.upper()} TIER HAS LOST ITS FILES" in each for each in warnings(caplog)), tier)
     assert tier.contains([KEY]).tolist() == [MISS]
     until(lambda: any("is open with 0 blocks" in each for each in warnings(caplog)), tier)
     assert deleted_files() == []
     write(tier, KEY)
     check_read(tier, KEY, pools)
-    other = DirectoryStorage(path)
+    other = DirectoryStorage(path / "writer-0" if made is SharedDirConfig else path)
     assert not other.try_lock()
     other.close()
 
@@ -473,7 +488,7 @@ class DiskOpener:
         self.pools = make_pools(4, SLOT)
         self._path, self._shares = path, shares
         self._executors: list[SteppedExecutor] = []
-        self._tiers: list[DiskTier] = []
+        self.tiers: list[DiskTier] = []
         self.opener = Opener(self._open, str(path), "disk", "tiers[0]")
         assert self.opener.wait(time.monotonic() + DEADLINE_S)
         self.opener.is_awaited = False
@@ -483,7 +498,7 @@ class DiskOpener:
         self._executors.append(SteppedExecutor())
         settings = DiskSettings(FINGERPRINT, 16 * MIB, shares=self._shares)
         made = DiskTier(DirectoryStorage(self._path), self.pools, settings, executor=self._executors[-1])
-        self._tiers.append(made)
+        self.tiers.append(made)
         return made
 
     def finish_jobs(self) -> None:
@@ -491,7 +506,7 @@ class DiskOpener:
 
     def is_renewed(self) -> bool:
         self.finish_jobs()
-        return len(self._tiers) > 1
+        return len(self.tiers) > 1
 
     def write(self, keys: Sequence[OffloadKey], tier: Tier | None = None) -> None:
         """``tier``: what guards the tier."""
@@ -501,7 +516,7 @@ class DiskOpener:
     def lose(self) -> None:
         """Has the tier left. Another one is opened in its place."""
         remove_files(self._path)
-        self.opener.has_vanished = True
+        self.tiers[-1].is_lost = True
         until(self.is_renewed, self.tier)
         until(lambda: is_open(self.tier), self.tier)
 
@@ -509,7 +524,7 @@ class DiskOpener:
 @pytest.fixture
 def no_watch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The directory is not looked at."""
-    monkeypatch.setattr(DiskTier, "has_vanished", lambda tier: False)
+    monkeypatch.setattr(DiskTier, "look", lambda tier: None)
 
 
 def test_blocks_of_a_lost_directory_count_as_evicted(tmp_path: Path, no_watch: None) -> None:
@@ -532,7 +547,7 @@ def test_a_block_that_is_written_when_the_directory_is_lost_is_not_announced(tmp
     disk.write([KEY], tier)
     tier.poll()
     disk.write([OTHER], tier)
-    disk.opener.has_vanished = True
+    disk.tiers[-1].is_lost = True
     tier.poll()
     assert tier.events is not None
     announced = [(key, event.removed) for event in tier.events.take() for key in event.keys]

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from operator import add
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
@@ -41,11 +42,19 @@ os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
 
 
 class RenewableTier(Tier):
-    """A tier that notices that its directory was emptied or replaced; another one is opened in its place then."""
+    """A tier that notices that its files are lost; another one is opened in its place then."""
 
+    loss: ClassVar[str]
+    """What others have done to the files that are lost, for the log."""
+
+    @property
     @abstractmethod
-    def has_vanished(self) -> bool:
-        """Whether files of the tier were removed by others. Called by another thread; may wait for the medium."""
+    def is_lost(self) -> bool:
+        """Whether the files are lost. Does not wait for the medium."""
+
+    def look(self) -> None:
+        """Looks for ``is_lost`` whether the files are there. Called by another thread, again and again; may wait for
+        the medium. Raises OSError. Does nothing by default: another thread of the tier looks."""
 
     @abstractmethod
     def give_up(self) -> None:
@@ -70,8 +79,6 @@ class Opener:
         """Why the latest attempt has failed."""
         self.is_awaited = True
         """Whether the caller waits for the first attempt, and logs its failure."""
-        self.has_vanished = False
-        """Whether the tier that was taken has lost its files. Set by the thread, until ``leave``."""
         self._open_tier, self._directory = open_tier, directory
         self._mounted_at = ""
         """The mount point of the directory when the tier was first opened."""
@@ -96,9 +103,7 @@ class Opener:
 
     def leave(self, tier: Tier) -> None:
         """Has ``tier``, which has lost its files and is not used any more, closed and another one opened."""
-        # In this order: the thread looks at no tier that was left.
         self._left = tier
-        self.has_vanished = False
 
     def close(self) -> None:
         """Ends the thread, and closes what was not taken."""
@@ -160,14 +165,9 @@ class Opener:
 
     def _watch(self, tier: RenewableTier) -> None:
         """Returns when ``tier`` was left, and is closed, or when the opener is closed."""
-        while not self._closed.wait(WATCH_S):
-            # In this order, see ``leave``.
-            if self.has_vanished:
-                continue
-            if self._left is tier:
-                break
+        while not self._closed.wait(WATCH_S) and self._left is not tier:
             with suppress(OSError):
-                self.has_vanished = tier.has_vanished()
+                tier.look()
         if self._left is tier:
             tier.close()
 
@@ -205,7 +205,7 @@ class LateTier(Tier):
             self._tier, self.block_bytes = tier, tier.block_bytes
         return self._tier
 
-    def _leave_vanished(self, tier: RenewableTier) -> None:
+    def _leave_lost(self, tier: RenewableTier) -> None:
         """Gives up ``tier``, and leaves it once nothing uses its files."""
         if not self._is_given_up:
             self._is_given_up = True
@@ -213,11 +213,12 @@ class LateTier(Tier):
             self._count_evicted(tier.stats().num_blocks or 0)
             tier.give_up()
             self._log.warning(
-                "%s: THE %s TIER HAS LOST ITS FILES: others have emptied or replaced the directory. Its space is given "
-                "back, and the tier starts empty in the directory that is there now. Let no other program remove "
-                "files there; kvoffload disk clear does that while the server is stopped",
+                "%s: THE %s TIER HAS LOST ITS FILES: %s. Its space is given back, and the tier opens anew in the "
+                "directory that is there now. Let no other program remove files there; kvoffload disk clear does that "
+                "while the server is stopped",
                 self._opener.setting,
                 self.name.upper(),
+                tier.loss,
             )
         elif not tier.has_jobs:
             self._count_evicted(tier.stats().num_evicted)
@@ -286,9 +287,9 @@ class LateTier(Tier):
         return [] if self._tier is None else self._tier.take_evicted()
 
     def poll(self) -> list[TierResult]:
-        if self._opener.has_vanished and isinstance(self._tier, RenewableTier):
+        if isinstance(self._tier, RenewableTier) and self._tier.is_lost:
             # Before the results: a block that ends now is lost, and must not be announced after that.
-            self._leave_vanished(self._tier)
+            self._leave_lost(self._tier)
         if self._tier is None:
             tier = self.join()
             if tier is None:

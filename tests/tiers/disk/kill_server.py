@@ -42,7 +42,7 @@ class Disk(LowerTiers):
         return open_disk_tier(self.directory, self.capacity_bytes, TierContext(pools, FINGERPRINT))
 
     def settle(self) -> None:
-        while self.tier.is_busy:
+        while self.tier.has_jobs:
             self.tier.wait(0.01)
             self.engine.scheduler.manager.poll()
 

@@ -90,7 +90,7 @@ class Rig:
     def check(self) -> None:
         self.tier.check_integrity()
         if self.path.exists():
-            assert du(self.path) <= self.tier.files.used_bytes <= self.tier.files.capacity_bytes
+            assert du(self.path) <= self.tier.files.used_bytes <= self.tier.files.budget.capacity_bytes
 
     def drain(self) -> list[TierResult]:
         self.executor.drain()

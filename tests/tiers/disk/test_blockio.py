@@ -55,11 +55,11 @@ class Rig:
         return done
 
     def write(self, *slots: int) -> dict[int, TierError | None]:
-        assert self.io.submit_writes(self.batch(slots)) == len(slots)
+        assert self.io.submit(self.batch(slots), is_read=False) == len(slots)
         return outcome(self.take())
 
     def read(self, *slots: int) -> dict[int, TierError | None]:
-        assert self.io.submit_reads(self.batch(slots, READ_SLOT)) == len(slots)
+        assert self.io.submit(self.batch(slots, READ_SLOT), is_read=True) == len(slots)
         return outcome(self.take())
 
     def data(self, name: str) -> ByteArray:
@@ -104,7 +104,7 @@ def test_a_read_that_goes_on_when_it_was_abandoned_empties_no_record(rig: Rig) -
     slab = rig.storage.open(FINGERPRINT, "slab-00000")
     slab.write([np.full(PAGE, 7, dtype=np.uint8)], PAGE)
     slab.close()
-    rig.io.submit_reads(rig.batch((1,), READ_SLOT))
+    rig.io.submit(rig.batch((1,), READ_SLOT), is_read=True)
     rig.io.abandon()
     assert outcome(rig.take()) == {1: TierError.CORRUPT}
     assert rig.recorded() == [1]
@@ -116,10 +116,10 @@ def test_what_the_executor_does_not_take_is_left(monkeypatch: pytest.MonkeyPatch
     submit = rig.executor.submit_read
     monkeypatch.setattr(rig.executor, "submit_read", lambda job: next(accepted) and submit(job))
     rig.write(*range(6))
-    assert rig.io.submit_reads(rig.batch(range(6), READ_SLOT)) == 4
-    assert rig.io.num_reading == 4
+    assert rig.io.submit(rig.batch(range(6), READ_SLOT), is_read=True) == 4
+    assert rig.io.num_moving == {True: 4, False: 0}
     assert len(outcome(rig.take())) == 4
-    assert (rig.io.num_reading, rig.io.num_writing) == (0, 0)
+    assert not any(rig.io.num_moving.values())
 
 
 # Batches.
@@ -192,7 +192,7 @@ def test_a_slow_medium_hands_over_what_it_has_read(rig: Rig, monkeypatch: pytest
         rig.now += 0.6 * HANDOVER_S
 
     monkeypatch.setattr(rig.files.slabs, "read", slow)
-    rig.io.submit_reads(rig.batch((0, 2, 4, 6, 8, 10), READ_SLOT))
+    rig.io.submit(rig.batch((0, 2, 4, 6, 8, 10), READ_SLOT), is_read=True)
     rig.executor.drain()
     assert taken == [0, 2, 4, 6]
     assert outcome(rig.take()) == {8: None, 10: None}
@@ -208,6 +208,6 @@ def test_a_job_with_a_bug_reports_all_of_its_blocks(rig: Rig, monkeypatch: pytes
     monkeypatch.setattr(blockio, "payload_checksums", fail)
     assert rig.write(3, 4) == dict.fromkeys((3, 4), TierError.IO)
     assert rig.read(1, 2) == dict.fromkeys((1, 2), TierError.IO)
-    assert (rig.io.num_reading, rig.io.num_writing) == (0, 0)
+    assert not any(rig.io.num_moving.values())
     monkeypatch.undo()
     assert rig.read(1, 2) == dict.fromkeys((1, 2))

@@ -342,7 +342,7 @@ def test_after_a_kill_at_any_moment_only_right_blocks_are_found(tmp_path: Path) 
         there = rig.present()
         rig.check_reads(*there)
         found.append((with_reset, there))
-        assert storage.used_bytes <= rig.tier.files.capacity_bytes
+        assert storage.used_bytes <= rig.tier.files.budget.capacity_bytes
         rig.write(1, 2, 3)
         rig.check_reads(1, 2, 3)
         if done:

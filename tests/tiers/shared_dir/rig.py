@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -18,6 +19,7 @@ from kvoffload.tiers.disk.storage import Storage
 from kvoffload.tiers.shared_dir.seats import GONE_AFTER_S, Machine
 from kvoffload.tiers.shared_dir.tier import SharedDirTier, Surroundings
 from tests.sim.executor import SteppedExecutor
+from tests.sim.shared_folder import SteppedRepeating
 from tests.tiers.disk import rig as disk
 from tests.tiers.disk.rig import FINGERPRINT, PAGE, content, key
 
@@ -30,6 +32,13 @@ HIT, MISS = LookupState.HIT, LookupState.MISS
 def capacity(num_slots: int, *slot_bytes: int, num_slabs: int = 1) -> int:
     """Returns a budget for so many blocks, and for the journal and heartbeat."""
     return disk.capacity(num_slots, *slot_bytes, num_slabs=num_slabs) + journal_bytes(num_entries_for(0)) + 2 * PAGE
+
+
+def still(
+    clock: Callable[[], float], name: str, do: Callable[[], None], interval_s: float, finish: Callable[[], None]
+) -> SteppedRepeating:
+    """Returns the thread of a tier, which does nothing: the test calls ``keep`` and ``follow``."""
+    return SteppedRepeating(do, interval_s, finish, clock)
 
 
 class Server:
@@ -61,7 +70,7 @@ class Server:
                     "clock": time,
                     "wall_clock": time,
                     "random": Random(seed).randbytes,
-                    "repeat": None,
+                    "repeat": partial(still, time),
                     **settings,
                 }
             ),
@@ -74,7 +83,7 @@ class Server:
 
     def run(self) -> list[TierResult]:
         results = []
-        while self.tier.is_busy:
+        while self.tier.has_jobs:
             self.executor.drain()
             results += self.tier.poll()
         self.tier.poll()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from kvoffload.tiers.disk.directory import DirectoryStorage
 from kvoffload.tiers.shared_dir.tier import SharedDirTier, Surroundings
 from tests.sim.executor import SteppedExecutor
 from tests.tiers.disk.rig import FINGERPRINT, spoil
-from tests.tiers.shared_dir.rig import capacity
+from tests.tiers.shared_dir.rig import capacity, still
 
 
 class TestTwoServers(SharedTierConformance):
@@ -43,7 +45,7 @@ class TestTwoServers(SharedTierConformance):
             DirectoryStorage(path),
             TierContext(pools, FINGERPRINT),
             capacity(num_blocks, *(pool.shape[1] for pool in pools)),
-            surroundings=Surroundings(executor=executor, repeat=None),
+            surroundings=Surroundings(executor=executor, repeat=partial(still, time.monotonic)),
         )
         self.executors[id(tier)] = executor
         self.opened.append(tier)

@@ -62,7 +62,7 @@ class Server:
 
         def is_idle() -> bool:
             results.extend(self.tier.poll())
-            return not self.tier.is_busy
+            return not self.tier.has_jobs
 
         self.wait_for(is_idle)
         return results

@@ -9,12 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvoffload.abc import ConfigError
+from kvoffload.abc import ConfigError, TierError
 from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.disk import format as disk_format
 from kvoffload.tiers.disk.directory import DirectoryStorage
 from kvoffload.tiers.shared_dir import seats
-from kvoffload.tiers.shared_dir.background import REST_S
 from kvoffload.tiers.shared_dir.config import SharedDirConfig
 from kvoffload.tiers.shared_dir.seats import (
     BEAT_S,
@@ -95,9 +94,7 @@ def test_the_seat_of_a_killed_server_is_adopted_elsewhere_once_it_is_silent(serv
     assert three.read(1) == {1: None}
 
 
-def test_a_server_that_loses_its_seat_stops_writing_there_and_reads_on(
-    serve: Serve, clock: Clock, path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_server_that_loses_its_seat_stops_writing_there(serve: Serve, clock: Clock, path: Path) -> None:
     """As on a mount whose locks are local: another machine takes the seat of a server that was silent."""
     one = serve(boot="a")
     one.write(1, 2)
@@ -107,100 +104,61 @@ def test_a_server_that_loses_its_seat_stops_writing_there_and_reads_on(
     file.close()
     thief.close()
     before = {each: each.stat().st_mtime_ns for each in (path / "writer-0").rglob("*") if each.is_file()}
+    assert not one.tier.is_lost
     clock.now += BEAT_S
     one.background()
-    one.tier.poll()
-    assert "writer-0 is lost" in caplog.text
+    assert one.tier.is_lost
+    # The order of use would be written at the end.
+    one.tier.touch([key(1), key(2)])
+    one.tier.give_up()
     assert one.write(3) == []
-    clock.now += REST_S
-    one.background()
-    # Its former blocks are those of another server now.
-    assert one.read(1, 2) == {1: None, 2: None}
-    assert one.write(3) == [3]
-    assert name_of(one) == "writer-1"
-    assert one.finds(1, 2, 3) == [1, 2, 3]
+    assert one.finds(1, 2) == []
     one.tier.close()
     after = {each: each.stat().st_mtime_ns for each in (path / "writer-0").rglob("*") if each.is_file()}
     assert before == after
     assert heartbeat(path, "writer-0").host == "thief"
-    assert heartbeat(path, "writer-1").state is SeatState.ENDED
+    again = serve(boot="a")
+    assert name_of(again) == "writer-1"
+    # Its former blocks are those of another server now.
+    again.background()
+    assert again.read(1, 2) == {1: None, 2: None}
 
 
 @pytest.mark.parametrize("what", ["its folder", "its blocks", "the directory"])
-def test_a_server_whose_files_vanish_takes_a_new_seat(serve: Serve, clock: Clock, path: Path, what: str) -> None:
+def test_a_server_whose_files_vanish_gives_up_its_seat(serve: Serve, clock: Clock, path: Path, what: str) -> None:
     """As after a file server came back empty, or somebody removed the files."""
+    before = len(os.listdir("/proc/self/fd"))
     one, two = serve(boot="a"), serve(boot="b")
     one.write(1, 2)
     two.write(5)
     shutil.rmtree({"its folder": path / "writer-0", "its blocks": path / "writer-0" / FINGERPRINT}.get(what, path))
-    for _ in range(4):
-        clock.now += LOOK_AROUND_S
-        for server in (one, two):
-            server.background()
-            server.run()
-    assert one.finds(1, 2) == []
-    assert one.write(3) == [3]
-    assert two.write(6) == [6]
-    clock.now += REST_S
-    for server in (one, two):
-        server.background()
-    assert (one.finds(3, 6), two.finds(3, 6)) == ([3, 6], [3, 6])
-    assert one.read(6) == {6: None}
-    assert two.read(3) == {3: None}
-    assert len({name_of(one), name_of(two)}) == 2
-
-
-def lose_seat(server: Server, clock: Clock, path: Path) -> None:
-    """Lets a server lose its seat, and take another one that it does not use yet."""
-    (path / name_of(server) / HEARTBEAT_NAME).unlink()
-    clock.now += BEAT_S
-    server.background()
-    server.tier.poll()
-    server.background()
-
-
-@pytest.mark.parametrize("why", ["it ends", "it was reset"])
-def test_a_server_says_that_it_will_not_use_a_new_seat(serve: Serve, clock: Clock, path: Path, why: str) -> None:
-    one = serve(boot="a")
-    lose_seat(one, clock, path)
-    assert name_of(one) == "writer-0"
-    assert heartbeat(path, "writer-1").state is SeatState.SERVING
-    if why == "it ends":
-        one.tier.close()
-    else:
-        one.tier.reset()
-        one.background()
-    assert heartbeat(path, "writer-1").state is SeatState.ENDED
-    assert DirectoryStorage(path / "writer-1").try_lock()
-
-
-def test_a_new_seat_that_is_lost_before_it_is_used_is_freed(serve: Serve, clock: Clock, path: Path) -> None:
-    one = serve(boot="a")
-    lose_seat(one, clock, path)
-    (path / "writer-1" / HEARTBEAT_NAME).unlink()
-    clock.now += BEAT_S
+    clock.now += LOOK_AROUND_S
     one.background()
-    two = serve(boot="b")
-    assert name_of(two) == "writer-1"
-    clock.now += REST_S
-    one.background()
-    one.run()
-    assert one.write(1) == [1]
-    assert name_of(one) == "writer-2"
-
-
-def test_a_lost_seat_leaves_no_open_files(serve: Serve, clock: Clock, path: Path) -> None:
-    one = serve()
-    one.write(1)
-    before = len(os.listdir("/proc/self/fd"))
-    for version in range(3):
-        shutil.rmtree(path)
-        for _ in range(4):
-            clock.now += REST_S
-            one.background()
-            one.run()
-        assert one.write(1, version=version) == [1]
+    two.background()
+    assert one.tier.is_lost
+    assert two.tier.is_lost == (what == "the directory")
+    one.tier.give_up()
+    one.tier.close()
+    again = serve(boot="a")
+    assert again.write(3) == [3]
+    two.tier.close()
+    again.tier.close()
     assert len(os.listdir("/proc/self/fd")) <= before
+
+
+@pytest.mark.parametrize("key_of", [1, 2])
+def test_a_block_that_is_moved_while_the_seat_is_lost_is_gone(serve: Serve, clock: Clock, key_of: int) -> None:
+    """Of an own block, and of one that another server has; nothing is left that uses the files then."""
+    one, two = serve(), serve()
+    one.write(1)
+    two.write(2)
+    one.background()
+    assert one.begin_read(key_of) == [key_of]
+    assert one.tier.has_jobs
+    one.tier.give_up()
+    assert one.begin_read(1, 2) == []
+    assert one.end_read(key_of) == {key_of: TierError.GONE}
+    assert not one.tier.has_jobs
 
 
 def test_a_seat_whose_heartbeat_was_removed_is_emptied_too(serve: Serve, clock: Clock, path: Path) -> None:

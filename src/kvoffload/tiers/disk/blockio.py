@@ -107,6 +107,8 @@ class BlockJobs:
     ) -> None:
         self.done: deque[Done] = deque()
         """Transfers that have ended, for ``take_done``."""
+        self.num_moving = {True: 0, False: 0}
+        """Blocks whose reads (True) and writes were not taken by ``take_done``."""
         self._pools = list(pools)
         self._executor = executor
         self._clock = clock
@@ -115,18 +117,23 @@ class BlockJobs:
 
     def take_done(self) -> list[Done]:
         """Returns the transfers that have ended since the last call."""
-        return [self.done.popleft() for _ in range(len(self.done))]
+        done = [self.done.popleft() for _ in range(len(self.done))]
+        for run in done:
+            self.num_moving[run.is_read] -= len(run.results)
+        return done
 
     def _submit(self, batch: Batch, move: Callable[[Batch], Iterator[Done]], *, is_read: bool) -> int:
         """Queues jobs that ``move`` parts of ``batch``, sorted. Returns how many blocks, from the first on, were taken
         on."""
         submit = self._executor.submit_read if is_read else self._executor.submit_write
-        count = len(batch.keys)
-        for start in range(0, count, self._blocks_per_job):
-            job = batch.part(start, min(count, start + self._blocks_per_job))
+        taken, count = 0, len(batch.keys)
+        while taken < count:
+            job = batch.part(taken, min(count, taken + self._blocks_per_job))
             if not submit(partial(self._run, job, move, is_read)):
-                return start
-        return count
+                break
+            taken += len(job.keys)
+        self.num_moving[is_read] += taken
+        return taken
 
     # On the executor's threads.
 
@@ -201,8 +208,6 @@ class BlockIO(BlockJobs):
         job_bytes: int,
     ) -> None:
         super().__init__(pools, executor, clock, job_bytes)
-        self.num_reading = self.num_writing = 0
-        """Blocks whose transfers have not been taken by ``take_done``."""
         self._files = files
         self._wall_clock = wall_clock
         self._abandoned = False
@@ -210,29 +215,13 @@ class BlockIO(BlockJobs):
     @property
     def write_room(self) -> int:
         """Blocks that may be submitted for writing now."""
-        return MAX_QUEUED * self._blocks_per_job - self.num_writing
+        return MAX_QUEUED * self._blocks_per_job - self.num_moving[False]
 
-    def submit_reads(self, batch: Batch) -> int:
-        """Queues reads. The facts are those of the blocks' records. Returns how many blocks, from the first on, were
-        taken on."""
-        taken = self._submit(batch, partial(self._read, self._files.index.header), is_read=True)
-        self.num_reading += taken
-        return taken
-
-    def submit_writes(self, batch: Batch) -> int:
-        """Queues writes. The facts need a sequence only. Returns how many blocks, from the first on, were taken on."""
-        taken = self._submit(batch, partial(self._write, self._files.index.header), is_read=False)
-        self.num_writing += taken
-        return taken
-
-    def take_done(self) -> list[Done]:
-        done = super().take_done()
-        for run in done:
-            if run.is_read:
-                self.num_reading -= len(run.results)
-            else:
-                self.num_writing -= len(run.results)
-        return done
+    def submit(self, batch: Batch, *, is_read: bool) -> int:
+        """Queues reads or writes. The facts are those of the blocks' records; for writes they need a sequence only.
+        Returns how many blocks, from the first on, were taken on."""
+        move = self._read if is_read else self._write
+        return self._submit(batch, partial(move, self._files.index.header), is_read=is_read)
 
     def abandon(self) -> None:
         """Stops jobs that hang from writing records when they continue: the host slots may have other contents then."""

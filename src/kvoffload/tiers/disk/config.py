@@ -51,8 +51,8 @@ class DiskConfig(DirectoryConfig):
         logger.info(
             "kvoffload: disk tier in %s of %s = %s tokens; found %s blocks of this model there",
             self.dir,
-            format_bytes(tier.files.capacity_bytes),
-            f"{context.num_tokens(tier.files.num_slots):,}",
+            format_bytes(tier.files.budget.capacity_bytes),
+            f"{context.num_tokens(tier.files.budget.num_slots):,}",
             f"{tier.catalog.num_blocks:,}",
         )
         return tier

@@ -125,9 +125,6 @@ class DirectoryStorage(Storage):
     def child(self, name: str) -> DirectoryStorage:
         return DirectoryStorage(self.path / name, as_is=self._as_is)
 
-    def reopened(self) -> DirectoryStorage:
-        return type(self)(self.path, as_is=self._as_is)
-
     def lock(self, shared: bool = False, deadline_s: float | None = None) -> None:
         """Locks the directory, see Storage. With ``shared``, other processes that lock it as shared may own it at the
         same time. ``deadline_s``: time for an owner that ends, by default LOCK_DEADLINE_S."""

@@ -10,7 +10,6 @@ from kvoffload.tiers.disk.budget import Budget
 from kvoffload.tiers.disk.folder import Folder
 from kvoffload.tiers.disk.format import RECENCY_BYTES
 from kvoffload.tiers.disk.index import Index
-from kvoffload.tiers.disk.layout import SlotLayout
 from kvoffload.tiers.disk.slabs import Slabs
 from kvoffload.tiers.disk.storage import StoredFile, shorten
 
@@ -37,19 +36,6 @@ class DiskFiles:
     """Held while files get other sizes. No thread waits for it: its holder may hang in the medium."""
 
     @property
-    def layout(self) -> SlotLayout:
-        return self.budget.layout
-
-    @property
-    def num_slots(self) -> int:
-        """The most slots that there can be."""
-        return self.budget.num_slots
-
-    @property
-    def capacity_bytes(self) -> int:
-        return self.budget.capacity_bytes
-
-    @property
     def used_bytes(self) -> int:
         return self.budget.used_bytes(self.num_allocated)
 
@@ -63,8 +49,8 @@ class DiskFiles:
                 self._resizing.release()
 
     def _grow(self) -> None:
-        old, slab = self.num_allocated, self.num_allocated // self.layout.slots_per_slab
-        new = min((slab + 1) * self.layout.slots_per_slab, self.num_slots)
+        old, slab = self.num_allocated, self.num_allocated // self.budget.layout.slots_per_slab
+        new = min((slab + 1) * self.budget.layout.slots_per_slab, self.budget.num_slots)
         self.budget.make_room(new)
         self.slabs.open_next(slab)
         self.num_allocated = new

@@ -22,11 +22,13 @@ MAX_LOGGED = 16
 
 
 def write_identity(storage: Storage, fingerprint: str, identity: Mapping[str, str]) -> None:
-    """Stores ``identity`` in the folder of ``fingerprint``. Raises OSError."""
+    """Stores ``identity`` in the folder of ``fingerprint``, if the medium takes it: it is for the log only."""
     data = np.frombuffer(identity_text(identity).encode(), dtype=np.uint8)
-    if not identity or data.size > IDENTITY_BYTES:
-        return
-    write_file(storage, fingerprint, IDENTITY_NAME, data)
+    if identity and data.size <= IDENTITY_BYTES:
+        try:
+            write_file(storage, fingerprint, IDENTITY_NAME, data)
+        except OSError as error:
+            logger.debug("kvoffload: an identity cannot be written (%s)", error)
 
 
 def read_identity(storage: Storage, fingerprint: str) -> dict[str, str]:
@@ -42,7 +44,7 @@ def log_unusable(
     directory: str, parts: Iterable[tuple[str, Storage]], fingerprint: str, identity: Mapping[str, str]
 ) -> None:
     """Logs which blocks of the same model in ``parts`` of a directory, storages by name, cannot be used under
-    ``fingerprint``, and why. ``directory``: its name in the log. Raises OSError."""
+    ``fingerprint``, and why. ``directory``: its name in the log."""
     reasons: dict[str, str] = {}
     for name, storage in parts:
         folders: list[str] = []

@@ -65,9 +65,9 @@ class Maintenance:
         """When each task may be done next."""
         self._num_slots = files.num_allocated
         """Slots that the tier knows of."""
-        self._num_given = np.zeros(files.num_slots, dtype=np.int64)
+        self._num_given = np.zeros(files.budget.num_slots, dtype=np.int64)
         """How often each slot was given to a block."""
-        self._stale: deque[tuple[int, int]] = deque(maxlen=files.num_slots)
+        self._stale: deque[tuple[int, int]] = deque(maxlen=files.budget.num_slots)
         """Slots whose records must be emptied, each with its ``_num_given``: if that has changed since, another block
         was given the slot, and the old record went when that block was written."""
         self.outcomes: deque[tuple[Task | None, Exception | None]] = deque()
@@ -80,7 +80,7 @@ class Maintenance:
         """Whether new blocks must replace others, because the files cannot grow at the moment or any more."""
         if self._wants_growth:
             return False
-        is_complete = self._files.num_allocated == self._files.num_slots
+        is_complete = self._files.num_allocated == self._files.budget.num_slots
         return is_complete or (self._growth_failed and self._clock() < self._not_before[Task.GROWTH])
 
     def grow(self) -> None:

@@ -201,7 +201,7 @@ class _OwnedPart(PartReport):
     def inspect(self) -> None:
         """Completes the report."""
         try:
-            with closing(self.storage.reopened()) as taken:
+            with closing(DirectoryStorage(self.storage.path, as_is=True)) as taken:
                 owner = taken.take_lock(shared=True)
             self.in_use, self.pid = owner is not None, None if owner is None else owner.pid
         except OSError as error:

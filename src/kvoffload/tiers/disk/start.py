@@ -71,23 +71,13 @@ def closed_on_failure(root: DirectoryStorage, fix: str) -> Iterator[None]:
 
 def _open(storage: Storage, capacity_bytes: int, context: TierContext) -> DiskTier:
     """Opens the tier. Logs why other blocks of the model that are there cannot be used, and stores the identity."""
-    with _only_logged():
-        # Before the tier removes them to make room.
-        log_unusable("disk tier", [("", storage)], context.fingerprint, context.identity)
+    # Before the tier removes them to make room.
+    log_unusable("disk tier", [("", storage)], context.fingerprint, context.identity)
     settings = DiskSettings(context.fingerprint, capacity_bytes, context.policy, context.shares)
     tier = DiskTier(storage, context.pools, settings)
     if not storage.read_only:
-        with _only_logged():
-            write_identity(storage, context.fingerprint, context.identity)
+        write_identity(storage, context.fingerprint, context.identity)
     return tier
-
-
-@contextmanager
-def _only_logged() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        logger.debug("kvoffload: disk tier: an identity cannot be read or written (%s)", error)
 
 
 def _is_in_engine_folder(folder: str, name: str) -> bool:

@@ -123,10 +123,6 @@ class Storage(ABC):
         """Returns a folder of the directory, made if necessary, as a storage of its own, which is closed on its own."""
 
     @abstractmethod
-    def reopened(self) -> Storage:
-        """Returns the directory that has this one's path now, made if necessary, as a storage of its own."""
-
-    @abstractmethod
     def folders(self) -> list[str]: ...
 
     @abstractmethod

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
@@ -25,6 +24,7 @@ from kvoffload.abc import (
 )
 from kvoffload.cache.retention import MAX_RETAIN_S
 from kvoffload.cache.tenants import MakeShares
+from kvoffload.deadlines import within
 from kvoffload.tiers.catalog import Catalog, Claim
 from kvoffload.tiers.disk.blockio import JOB_BYTES, Batch, BlockIO, Done
 from kvoffload.tiers.disk.format import FACTS, MAX_KEY_BYTES
@@ -76,6 +76,8 @@ class DiskTier(RenewableTier):
     """
 
     name = "disk"
+    loss = "others have emptied or replaced the directory"
+    is_lost = False
 
     def __init__(
         self,
@@ -101,7 +103,7 @@ class DiskTier(RenewableTier):
             self._new_generation,
             settings.with_journal,
         )
-        num_slots, self.block_bytes = self.files.num_slots, self.files.layout.block_bytes
+        num_slots, self.block_bytes = self.files.budget.num_slots, self.files.budget.layout.block_bytes
         try:
             shares = None if settings.shares is None else settings.shares(num_slots, self.block_bytes)
             self.catalog = Catalog(num_slots, self.block_bytes, settings.policy, clock, grows=True, shares=shares)
@@ -184,7 +186,7 @@ class DiskTier(RenewableTier):
 
     def stats(self) -> TierStats:
         catalog, files = self.catalog, self.files
-        return TierStats(files.capacity_bytes, catalog.num_blocks, files.used_bytes, catalog.num_evicted)
+        return TierStats(files.budget.capacity_bytes, catalog.num_blocks, files.used_bytes, catalog.num_evicted)
 
     def tenant_uses(self) -> Sequence[TenantUse]:
         return self.catalog.manager.tenant_uses()
@@ -193,14 +195,8 @@ class DiskTier(RenewableTier):
         return self.catalog.manager.most_blocks(key)
 
     @property
-    def is_busy(self) -> bool:
-        """Whether reads or writes are under way, or have ended since the last ``poll``."""
-        return bool(self._io.num_reading or self._io.num_writing)
-
-    @property
     def has_jobs(self) -> bool:
-        """Whether a job of any kind uses the files, or may have since the last ``poll``."""
-        return self.is_busy or self._maintenance.is_busy
+        return any(self._io.num_moving.values()) or self._maintenance.is_busy
 
     def contains(self, keys: Sequence[OffloadKey], ahead: Sequence[OffloadKey] = ()) -> States:
         return self.catalog.contains(keys)
@@ -212,7 +208,7 @@ class DiskTier(RenewableTier):
             return []
         batch = self._batch(self.catalog.begin_reads(keys, slots))
         self._note_use(batch.slots)
-        taken = self._io.submit_reads(batch)
+        taken = self._io.submit(batch, is_read=True)
         if taken < len(batch.keys):
             self.catalog.cancel_reads(batch.slots[taken:])
         return batch.keys[:taken]
@@ -229,7 +225,7 @@ class DiskTier(RenewableTier):
         batch = self._batch(self.catalog.begin_writes(keys, slots, room))
         batch.facts["sequence"] = self._recency.take(len(batch.slots))
         self._maintenance.give(batch.slots)
-        taken = self._io.submit_writes(batch)
+        taken = self._io.submit(batch, is_read=False)
         if taken < len(batch.keys):
             self.catalog.cancel_writes(batch.slots[taken:])
         return batch.keys[:taken]
@@ -245,7 +241,7 @@ class DiskTier(RenewableTier):
         if self._maintenance.files_are_final:
             return self.catalog.num_available
         free = self.catalog.num_free
-        if free - wanted < max(1, self.files.layout.slots_per_slab // 4):
+        if free - wanted < max(1, self.files.budget.layout.slots_per_slab // 4):
             self._maintenance.grow()
         return free
 
@@ -355,8 +351,8 @@ class DiskTier(RenewableTier):
         if not self.files.read_only:
             self.files.index.write_journal()
 
-    def has_vanished(self) -> bool:
-        return self.files.folder.has_vanished()
+    def look(self) -> None:
+        self.is_lost = self.files.folder.has_vanished()
 
     def give_up(self) -> None:
         self.files.read_only = True
@@ -380,23 +376,18 @@ class DiskTier(RenewableTier):
     def _finish(self, deadline_s: float) -> bool:
         """Writes the rest and closes the files, on a thread of its own, because the medium may hang. Returns
         whether it has ended within ``deadline_s``; if not, the thread closes the files when it continues."""
-        problems: list[Exception] = []
 
         def finish() -> None:
-            try:
-                self._maintenance.finish()
-                with suppress(OSError):
-                    self.write_journal()
-                self.files.close()
-            except Exception as problem:
-                problems.append(problem)
+            self._maintenance.finish()
+            with suppress(OSError):
+                self.write_journal()
+            self.files.close()
 
-        thread = threading.Thread(target=finish, name="kvoffload-disk-close", daemon=True)
-        thread.start()
-        thread.join(deadline_s)
-        for problem in problems:
-            raise problem
-        return not thread.is_alive()
+        try:
+            within(deadline_s, finish)
+        except TimeoutError:
+            return False
+        return True
 
     def check_integrity(self) -> None:
         self.catalog.manager.check_integrity()

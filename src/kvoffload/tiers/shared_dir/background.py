@@ -1,18 +1,12 @@
-"""Work in the background: a thread that does something again and again, and when it should not."""
+"""Work in the background: a thread that does something again and again."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TypeAlias
+from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
-
-REST_S = 5.0
-REST_FACTOR = 20
-"""Expensive work is not repeated for REST_S, or this many times as long as it took."""
 
 
 class Repeating:
@@ -63,29 +57,3 @@ class Repeating:
             if not self._has_failed:
                 logger.exception("kvoffload: the thread %s failed, which is a bug; its work is repeated", self._name)
             self._has_failed = True
-
-
-Repeat: TypeAlias = Callable[[str, Callable[[], None], float, Callable[[], None]], Repeating]
-"""Makes a Repeating."""
-
-
-class Rest:
-    """The time for which expensive work is not repeated."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._until = -float("inf")
-
-    @property
-    def is_over(self) -> bool:
-        return self._clock() >= self._until
-
-    @contextmanager
-    def after(self) -> Iterator[None]:
-        """Begins a rest when the context ends, even if it fails."""
-        begun = self._clock()
-        try:
-            yield
-        finally:
-            ended = self._clock()
-            self._until = ended + max(REST_S, REST_FACTOR * (ended - begun))

@@ -46,14 +46,14 @@ class SharedDirConfig(DirectoryConfig):
     def open(self, context: TierContext) -> SharedDirTier:
         existed = os.path.isdir(self.dir)
         tier = self._open(context)
-        capacity_bytes = tier.own.files.capacity_bytes
+        capacity_bytes = tier.own.files.budget.capacity_bytes
         logger.info(
             "kvoffload: shared directory %s: writes to %s, %s = %s tokens; found %s blocks of this model there, and "
             "looks for those of other servers",
             self.dir,
             tier.seat.name,
             format_bytes(capacity_bytes),
-            f"{context.num_tokens(tier.own.files.num_slots):,}",
+            f"{context.num_tokens(tier.own.files.budget.num_slots):,}",
             f"{tier.own.catalog.num_blocks:,}",
         )
         if not existed:

@@ -23,7 +23,6 @@ from kvoffload.tiers.disk.format import (
 )
 from kvoffload.tiers.disk.journal import JOURNAL_HEADER_BYTES, JournalHeader, changed_blocks, read_entries
 from kvoffload.tiers.disk.storage import NO_FILE_ERRORS, Storage, StoredFile, read_at, read_fresh
-from kvoffload.tiers.shared_dir.background import Rest
 from kvoffload.tiers.shared_dir.foreign import ForeignBlocks, SeatView
 from kvoffload.tiers.shared_dir.seats import MAX_SEATS, seat_names, seat_number
 
@@ -31,6 +30,9 @@ logger = logging.getLogger(__name__)
 
 FOLLOW_S = 1.0
 """Time between two passes."""
+REST_S = 5.0
+REST_FACTOR = 20
+"""A whole index is not read again for REST_S, or this many times as long as it took."""
 RECORDS_PER_READ = 1 << 13
 MAX_RECHECKS = 1024
 """Slots whose records are read again in one pass, because a read of the block has failed."""
@@ -52,7 +54,7 @@ class Follower:
         own: str,
         clock: Callable[[], float],
     ) -> None:
-        self.own: str | None = own
+        self._own = own
         """The seat that is not followed."""
         self._root = root
         self._layout = fingerprint, tuple(slot_bytes)
@@ -66,12 +68,6 @@ class Follower:
         self._next_pass = -float("inf")
         self._may_come_early = True
         """Whether a pass over all seats may begin before that, once, because a new one was named."""
-        self._moved: tuple[Storage, str] | None = None
-        """The directory, and the seat that is not followed, from the next pass on."""
-
-    def move(self, root: Storage, own: str) -> None:
-        """The process has another seat, in ``root``, from now on. The next pass closes the directory of before."""
-        self._moved = root, own
 
     def recheck(self, number: int, slot: int) -> None:
         """Has the next pass read the record of a slot again. Any thread may call this."""
@@ -97,12 +93,8 @@ class Follower:
             return
         self._may_come_early = is_due
         self._next_pass = now + FOLLOW_S
-        if self._moved is not None:
-            moved, self._moved = self._moved, None
-            self._leave()
-            self._root, self.own = moved
         try:
-            names = [name for name in seat_names(self._root) if name != self.own]
+            names = [name for name in seat_names(self._root) if name != self._own]
         except OSError as error:
             logger.debug("kvoffload: shared directory: cannot be listed (%s)", error)
             return
@@ -126,34 +118,35 @@ class Follower:
         except (OSError, ConfigError) as error:
             logger.debug("kvoffload: shared directory: %s cannot be used (%s)", name, error)
             return None
-        self._seats[name] = _FollowedSeat(number, storage, self._layout, self._blocks, Rest(self._clock))
+        self._seats[name] = _FollowedSeat(number, storage, self._layout, self._blocks, self._clock)
         return self._seats[name]
-
-    def _leave(self) -> None:
-        for seat in self._seats.values():
-            seat.leave()
-        self._seats.clear()
-        self._root.close()
 
     def close(self) -> None:
         """Closes the files and folders of the seats, and the directory. No pass may be under way."""
         self._blocks.slabs.shut()
-        self._leave()
-        if self._moved is not None:
-            self._moved[0].close()
+        for seat in self._seats.values():
+            seat.leave()
+        self._seats.clear()
+        self._root.close()
 
 
 class _FollowedSeat:
     """One seat, whose blocks count if they have the fingerprint and slot sizes of ``layout``."""
 
     def __init__(
-        self, number: int, storage: Storage, layout: tuple[str, tuple[int, ...]], blocks: ForeignBlocks, rest: Rest
+        self,
+        number: int,
+        storage: Storage,
+        layout: tuple[str, tuple[int, ...]],
+        blocks: ForeignBlocks,
+        clock: Callable[[], float],
     ) -> None:
         self.number = number
         self._storage = storage
         self._layout = layout
         self._blocks = blocks
-        self._rest = rest
+        self._clock = clock
+        self._rests_until = -float("inf")
         self._journal: JournalHeader | None = None
         """The header up to which the journal was followed; None: the index must be read."""
 
@@ -208,13 +201,17 @@ class _FollowedSeat:
                 view = None
             # The weights of a transient one were changed while it ran. Its journal changes with the seat's next owner.
             if not header.transient:
-                if not self._rest.is_over:
+                begun = self._clock()
+                if begun < self._rests_until:
                     return
-                with self._rest.after():
-                    if view is None:
-                        view = SeatView(self.number, self._storage, header)
-                        self._blocks.open(view)
+                if view is None:
+                    view = SeatView(self.number, self._storage, header)
+                    self._blocks.open(view)
+                try:
                     self._scan(index, view)
+                finally:
+                    ended = self._clock()
+                    self._rests_until = ended + max(REST_S, REST_FACTOR * (ended - begun))
         # The header that was read is as new as the journal or newer. If it is newer, the journal changes soon.
         self._journal = journal
 

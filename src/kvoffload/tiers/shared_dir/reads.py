@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -44,19 +44,17 @@ class ForeignReads(BlockJobs):
         self._found = blocks
         self._follower = follower
 
-    def submit(
-        self, keys: Sequence[OffloadKey], places: Sequence[ForeignSlot], host_slots: Sequence[int]
-    ) -> list[OffloadKey]:
-        """Queues reads. Returns the keys that were taken on."""
-        by_view: dict[SeatView, list[int]] = defaultdict(list)
-        for i, located in enumerate(places):
-            by_view[located.view].append(i)
+    def submit(self, blocks: Mapping[OffloadKey, tuple[ForeignSlot, int]]) -> list[OffloadKey]:
+        """Queues reads of blocks, whose places and host slots are given. Returns the keys that were taken on."""
+        by_view: dict[SeatView, list[OffloadKey]] = defaultdict(list)
+        for key, (located, _) in blocks.items():
+            by_view[located.view].append(key)
         taken: list[OffloadKey] = []
-        for view, chosen in by_view.items():
-            facts = np.zeros(len(chosen), dtype=FACTS)
-            facts["payload_checksum"] = [places[i].checksum for i in chosen]
-            slots, hosts = np.array([(places[i].slot, host_slots[i]) for i in chosen], dtype=np.int64).T
-            batch = Batch([keys[i] for i in chosen], hosts, slots, facts)
+        for view, keys in by_view.items():
+            facts = np.zeros(len(keys), dtype=FACTS)
+            facts["payload_checksum"] = [blocks[key][0].checksum for key in keys]
+            slots, hosts = np.array([(blocks[key][0].slot, blocks[key][1]) for key in keys], dtype=np.int64).T
+            batch = Batch(keys, hosts, slots, facts)
             taken += batch.keys[: self._submit(batch, partial(self._read, view), is_read=True)]
         return taken
 

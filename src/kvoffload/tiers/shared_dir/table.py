@@ -41,11 +41,6 @@ class ForeignTable:
     def __len__(self) -> int:
         return self._len
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory, except the dict's."""
-        return self._digests.nbytes + self._places.nbytes + self._spilled.nbytes
-
     def find(self, digests: UInt64s) -> Places:
         """Returns the place of each digest."""
         entries = self._entries_of(digests)

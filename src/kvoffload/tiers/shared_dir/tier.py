@@ -20,7 +20,7 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.abc import ConfigError, OffloadKey, Slots, States, TenantUse, Tier, TierError, TierResult, TierStats
+from kvoffload.abc import ConfigError, OffloadKey, Slots, States, TenantUse, TierError, TierResult, TierStats
 from kvoffload.abc.tier import HIT, MISS
 from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.disk.blockio import JOB_BYTES
@@ -29,12 +29,13 @@ from kvoffload.tiers.disk.journal import UInt64s, digests_of
 from kvoffload.tiers.disk.layout import SLAB_BYTES
 from kvoffload.tiers.disk.storage import Storage
 from kvoffload.tiers.disk.tier import DiskSettings, DiskTier
-from kvoffload.tiers.shared_dir.background import Repeat, Repeating
+from kvoffload.tiers.late import RenewableTier
+from kvoffload.tiers.shared_dir.background import Repeating
 from kvoffload.tiers.shared_dir.followers import FOLLOW_S, Follower
 from kvoffload.tiers.shared_dir.foreign import MAX_FOREIGN_BLOCKS, ForeignBlocks
 from kvoffload.tiers.shared_dir.reads import ForeignReads
 from kvoffload.tiers.shared_dir.seats import GONE_AFTER_S, Claimant, Machine, Seat, log_unusable_seat, seat_names
-from kvoffload.tiers.shared_dir.writer import Renewal, Writer
+from kvoffload.tiers.shared_dir.writer import Writer
 from kvoffload.tiers.threads import Executor, IOThreads
 
 logger = logging.getLogger(__name__)
@@ -56,8 +57,8 @@ MAX_HANDED_OVER = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """What a tier runs on. ``repeat`` None: there are no threads of the tier's own, and the caller calls ``keep`` and
-    ``follow``. ``job_bytes``: blocks that are smaller share a job of this size."""
+    """What a tier runs on. ``repeat`` begins its threads. ``job_bytes``: blocks that are smaller share a job of this
+    size."""
 
     machine: Machine = field(default_factory=Machine.this)
     executor: Executor = field(default_factory=lambda: IOThreads(name="kvoffload-shared-io"))
@@ -67,20 +68,17 @@ class Surroundings:
     slab_bytes: int = SLAB_BYTES
     job_bytes: int = JOB_BYTES
     max_foreign_blocks: int = MAX_FOREIGN_BLOCKS
-    repeat: Repeat | None = Repeating
+    repeat: Callable[[str, Callable[[], None], float, Callable[[], None]], Repeating] = Repeating
 
 
 class _SeatUse(enum.Enum):
     SERVING = enum.auto()
-    LOST = enum.auto()
-    """The seat's files have vanished, or another process has it: foreign blocks are read. A new seat is taken in the
-    background."""
     FORGOTTEN = enum.auto()
-    """The tier was reset: nothing is read or written any more."""
+    """The tier was reset, or has lost its seat: nothing is read or written any more."""
     CLOSED = enum.auto()
 
 
-class SharedDirTier(Tier):
+class SharedDirTier(RenewableTier):
     """Blocks of ``context.pools`` in a shared directory, of which this process writes at most ``capacity_bytes``, in a
     seat of its own.
 
@@ -90,6 +88,7 @@ class SharedDirTier(Tier):
 
     name = "shared_dir"
     is_shared = True
+    loss = "they were removed, or another server has taken the folder because this one was silent for too long"
 
     def __init__(
         self,
@@ -101,20 +100,18 @@ class SharedDirTier(Tier):
     ) -> None:
         self._context = context
         self._capacity_bytes = capacity_bytes
-        self._gone_after_s = gone_after_s
+        self._root = root
         self._runs_on = on = surroundings or Surroundings()
         self._compares_identities = bool(context.identity)
         """Whether other identities are still to be compared with this one, once."""
         self._state = _SeatUse.SERVING
         try:
-            self._writer = self._open_writer(root)
+            self.seat, self.own = self._take_seat(root)
         except BaseException:
             on.executor.close(0.0)
             raise
+        self._writer = Writer(root, self.seat, self.own, gone_after_s, on.clock)
         self.block_bytes = self.own.block_bytes
-        self._renewal = Renewal(self._open_writer, on.clock)
-        self._num_evicted_before = 0
-        """Blocks evicted from seats that were lost."""
         self.blocks = ForeignBlocks(on.max_foreign_blocks)
         slot_bytes = [pool.shape[1] for pool in context.pools]
         self._follower = Follower(root, context.fingerprint, slot_bytes, self.blocks, self.seat.name, on.clock)
@@ -126,15 +123,12 @@ class SharedDirTier(Tier):
         """Blocks for which another process waits, and which are not written yet, the oldest first."""
         self._looked_at = -float("inf")
         """When the follower was last asked to follow a seat at once."""
-        self._keeping: Repeating | None = None
-        self._following: Repeating | None = None
-        if on.repeat is not None:
-            self._keeping = on.repeat("kvoffload-shared-keep", self.keep, KEEP_S, self._end_keeping)
-            self._following = on.repeat("kvoffload-shared-follow", self.follow, FOLLOW_S, self._follower.close)
-            self._following.wait_for_first(FIRST_FOLLOW_S)
+        self._keeping = on.repeat("kvoffload-shared-keep", self.keep, KEEP_S, self._writer.end)
+        self._following = on.repeat("kvoffload-shared-follow", self.follow, FOLLOW_S, self._follower.close)
+        self._following.wait_for_first(FIRST_FOLLOW_S)
 
-    def _open_writer(self, root: Storage) -> Writer:
-        """Takes a seat. Raises ConfigError and OSError."""
+    def _take_seat(self, root: Storage) -> tuple[Seat, DiskTier]:
+        """Returns a seat and the blocks in it. Raises ConfigError and OSError."""
         context, on = self._context, self._runs_on
         unusable: list[str] = []
         claimant = Claimant(root, context.fingerprint, on.machine, on.random, on.wall_clock, self._capacity_bytes)
@@ -165,53 +159,27 @@ class SharedDirTier(Tier):
                     raise
                 log_unusable_seat(seat.name, error)
                 unusable.append(seat.name)
-        try:
-            write_identity(seat.storage, context.fingerprint, context.identity)
-        except OSError as error:
-            logger.debug("kvoffload: shared directory: the identity cannot be written (%s)", error)
-        return Writer(root, seat, own, self._gone_after_s, on.clock)
+        write_identity(seat.storage, context.fingerprint, context.identity)
+        return seat, own
 
     # The threads' work.
 
     def keep(self) -> None:
-        """Writes heartbeat and journal, empties seats of servers that are gone, and takes a new seat in place of a lost
-        one; each when it is due."""
+        """Writes heartbeat and journal, and empties seats of servers that are gone, each when it is due."""
         self._writer.keep()
-        self._renewal.work(self._writer if self._state is _SeatUse.LOST else None)
-
-    def _end_keeping(self) -> None:
-        self._writer.end()
-        self._renewal.close()
 
     def follow(self) -> None:
         """Takes in the changes that other servers have made."""
         self._follower.follow()
         if self._compares_identities:
             self._compares_identities = False
-            try:
-                seats = _seats(self._writer.root)
-                log_unusable("shared directory", seats, self._context.fingerprint, dict(self._context.identity))
-            except OSError as error:
-                logger.debug("kvoffload: shared directory: identities cannot be read (%s)", error)
+            log_unusable("shared directory", _seats(self._root), self._context.fingerprint, self._context.identity)
 
     # The tier.
 
-    @property
-    def seat(self) -> Seat:
-        """The seat of this process."""
-        return self._writer.seat
-
-    @property
-    def own(self) -> DiskTier:
-        """The blocks in it."""
-        return self._writer.own
-
     def stats(self) -> TierStats:
         stats = self.own.stats()
-        return stats._replace(
-            num_blocks=0 if self._state is _SeatUse.FORGOTTEN else stats.num_blocks,
-            num_evicted=self._num_evicted_before + stats.num_evicted,
-        )
+        return stats._replace(num_blocks=0) if self._state is _SeatUse.FORGOTTEN else stats
 
     def tenant_uses(self) -> Sequence[TenantUse]:
         return self.own.tenant_uses()
@@ -220,12 +188,19 @@ class SharedDirTier(Tier):
         return self.own.most_blocks(key)
 
     @property
-    def is_busy(self) -> bool:
-        """Whether reads or writes are under way, or have ended since the last ``poll``."""
-        return self.own.is_busy or bool(self._reading)
+    def has_jobs(self) -> bool:
+        return self.own.has_jobs or bool(self._reading)
+
+    @property
+    def is_lost(self) -> bool:
+        return self.seat.is_lost
+
+    def give_up(self) -> None:
+        self.own.give_up()
+        self._state = _SeatUse.FORGOTTEN
 
     def contains(self, keys: Sequence[OffloadKey], ahead: Sequence[OffloadKey] = ()) -> States:
-        if self._state in (_SeatUse.FORGOTTEN, _SeatUse.CLOSED):
+        if self._state is not _SeatUse.SERVING:
             return np.full(len(keys), MISS, dtype=np.uint8)
         states = self.own.contains(keys)
         if len(self.blocks):
@@ -244,7 +219,7 @@ class SharedDirTier(Tier):
         return digests, places
 
     def read(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
-        if self._state in (_SeatUse.FORGOTTEN, _SeatUse.CLOSED) or not keys:
+        if self._state is not _SeatUse.SERVING or not keys:
             return []
         absent = self.own.contains(keys) == MISS if len(self.blocks) else np.zeros(len(keys), dtype=np.bool_)
         if not absent.any():
@@ -261,9 +236,7 @@ class SharedDirTier(Tier):
             located = self.blocks.locate(int(places[i]), int(digests[i]))
             if located is not None and keys[i] not in self._reading:
                 chosen[keys[i]] = located, int(slots[i])
-        taken = self._reads.submit(
-            list(chosen), [located for located, _ in chosen.values()], [slot for _, slot in chosen.values()]
-        )
+        taken = self._reads.submit(chosen)
         self._reading.update(dict.fromkeys(taken, False))
         return taken
 
@@ -293,16 +266,12 @@ class SharedDirTier(Tier):
         now = self._runs_on.clock()
         if now - self._looked_at >= pause_s:
             self._looked_at = now
-            if self._following is not None:
-                self._following.wake()
+            self._following.wake()
 
     def _write_journal_now(self) -> None:
-        if self._keeping is not None:
-            self._keeping.wake()
+        self._keeping.wake()
 
     def poll(self) -> list[TierResult]:
-        if self.seat.is_lost and not self.own.files.read_only:
-            self._give_up()
         results, foreign = self.own.poll(), self._reads.take_done()
         if self._handed_over:
             written = [result.key for result in results if result.key in self._handed_over and not result.is_read]
@@ -310,38 +279,12 @@ class SharedDirTier(Tier):
                 del self._handed_over[key]
             if written:
                 self._write_journal_now()
-        if self._state is _SeatUse.LOST and not self.own.has_jobs:
-            self._use_new_seat()
         for result in (result for run in foreign for result in run.results):
             is_deleted = self._reading.pop(result.key)
             if not result.ok:
                 self._hidden.add(result.key, BAD_S if result.error is TierError.CORRUPT else GONE_S)
             results.append(_gone(result) if is_deleted else result)
         return list(map(_gone, results)) if self._state is _SeatUse.FORGOTTEN else results
-
-    def _give_up(self) -> None:
-        self.own.give_up()
-        self._follower.own = None
-        if self._state is not _SeatUse.SERVING:
-            return
-        self._state = _SeatUse.LOST
-        logger.warning(
-            "kvoffload: shared directory: %s is lost: its files have vanished, or another server has taken it because "
-            "this one was silent for too long. This server reads the others' blocks, and writes none until it has a "
-            "new folder, which it takes by itself",
-            self.seat.name,
-        )
-
-    def _use_new_seat(self) -> None:
-        """Uses the seat that was taken in the background, if there is one."""
-        writer = self._renewal.take(self._writer)
-        if writer is None:
-            return
-        self._num_evicted_before += self.own.stats().num_evicted
-        self._writer = writer
-        self._follower.move(self._writer.root, self.seat.name)
-        self._state = _SeatUse.SERVING
-        logger.warning("kvoffload: shared directory: this server writes into %s from now on", self.seat.name)
 
     def wait(self, timeout_s: float) -> None:
         if not self._reads.done:
@@ -370,12 +313,8 @@ class SharedDirTier(Tier):
             return
         is_forgotten = self._state is _SeatUse.FORGOTTEN
         self._state = _SeatUse.CLOSED
-        if self._keeping is None or self._following is None:
-            self._end_keeping()
-            self._follower.close()
-        else:
-            self._keeping.stop(STOP_S)
-            self._following.stop(STOP_S)
+        self._keeping.stop(STOP_S)
+        self._following.stop(STOP_S)
         self.own.close()
         if is_forgotten:
             self._reading = dict.fromkeys(self._reading, True)
@@ -386,9 +325,10 @@ class SharedDirTier(Tier):
 
 def _seats(root: Storage) -> Iterator[tuple[str, Storage]]:
     """Yields the seats that can be opened, by name. Each is closed when the next one is asked for."""
-    for name in seat_names(root):
-        with suppress(OSError, ConfigError), closing(root.child(name)) as storage:
-            yield name, storage
+    with suppress(OSError):
+        for name in seat_names(root):
+            with suppress(OSError, ConfigError), closing(root.child(name)) as storage:
+                yield name, storage
 
 
 def _gone(result: TierResult) -> TierResult:
