@@ -16,9 +16,9 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 
 from benchmarks.synthetic import generate  # noqa: E402
-from kvoffload.cli.convert import convert  # noqa: E402
 from kvoffload.cli.replay import replay  # noqa: E402
 from kvoffload.cli.size import size  # noqa: E402
+from kvoffload.lab.readers import read_trace  # noqa: E402
 from kvoffload.lab.writer import write_trace  # noqa: E402
 
 CONFIG = {
@@ -118,7 +118,7 @@ def test_the_prefill_speed_is_not_guessed_for_a_target(chat: str, tmp_path: Path
     ]
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
     converted = tmp_path / "converted.jsonl"
-    assert testing.CliRunner().invoke(convert, [str(trace), str(converted)]).exit_code == 0
+    write_trace(read_trace(trace), converted)
     for path in (trace, converted):
         slow = run(str(path), "--ram", "1GiB", "--ttft-p95", "100", "--json")
         assert slow.exit_code == 0, slow.output
@@ -172,16 +172,14 @@ def test_invalid_lines(tmp_path: Path) -> None:
     assert run(str(trace)).exit_code == 2
 
 
-@pytest.mark.parametrize("command", [size, replay, convert])
+@pytest.mark.parametrize("command", [size, replay])
 def test_what_others_wrote_does_not_control_the_terminal(tmp_path: Path, command: Any) -> None:
     title = "\x1b]0;OWNED\x07"
     good = '{"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": [1, 2]}\n'
     (tmp_path / "header.csv").write_text(f"{title},obj_id\n1,2\n")
     (tmp_path / f"{title.replace('/', '')}.jsonl").write_text(good * 200 + title)
     for trace in tmp_path.iterdir():
-        result = testing.CliRunner().invoke(
-            command, [str(trace), *([str(tmp_path / "out")] if command is convert else [])]
-        )
+        result = testing.CliRunner().invoke(command, [str(trace)])
         assert "OWNED" in result.output
         assert "\x1b" not in result.output
         assert "\x07" not in result.output

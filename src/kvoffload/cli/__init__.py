@@ -11,7 +11,6 @@ if TYPE_CHECKING:
 
 EXTRA = ("jinja2", "matplotlib")
 EXAMPLES = {
-    "convert": ("convert mooncake.jsonl trace.jsonl.gz", "convert recorded.jsonl trace.jsonl --force --json"),
     "disk inspect": ("disk inspect /var/cache/kvoffload", "disk inspect /var/cache/kvoffload --json"),
     "disk verify": ("disk verify /var/cache/kvoffload", "disk verify /var/cache/kvoffload --json"),
     "disk clear": ("disk clear /var/cache/kvoffload", "disk clear /var/cache/kvoffload --yes"),
@@ -42,7 +41,6 @@ def group() -> click.Group:
     """Returns the command with its subcommands."""
     import click
 
-    from kvoffload.cli.convert import convert
     from kvoffload.cli.disk import disk
     from kvoffload.cli.doctor import doctor
     from kvoffload.cli.explain import explain
@@ -53,12 +51,12 @@ def group() -> click.Group:
 
     for name, lines in EXAMPLES.items():
         first, _, rest = name.partition(" ")
-        of = {each.name: each for each in (convert, disk, doctor, explain, replay, size, usage)}[first]
+        of = {each.name: each for each in (disk, doctor, explain, replay, size, usage)}[first]
         command = disk.commands[rest] if rest else of
         command.epilog = "\b\nExamples:\n" + "\n".join(f"  kvoffload {line}" for line in lines)
     commands = click.Group(
         "kvoffload",
-        commands=[convert, disk, doctor, explain, replay, size, usage],
+        commands=[disk, doctor, explain, replay, size, usage],
         help="Tools for the KV cache that an LLM server keeps in host memory, on disk and in shared stores.",
         # Subcommands inherit it.
         context_settings={"help_option_names": ["-h", "--help"]},

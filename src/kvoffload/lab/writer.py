@@ -14,26 +14,25 @@ from typing import Any
 import numpy as np
 
 from kvoffload.lab.readers.mooncake import MILLISECOND
-from kvoffload.lab.trace import PREFILL_SPEED, UNKNOWN, Progress, Trace, TraceError
+from kvoffload.lab.trace import PREFILL_SPEED, UNKNOWN, Trace, TraceError
 from kvoffload.observe.trace import HEADER, VERSION
 
 COMPRESSION = 6
 _DECIMALS = 3
 """Of a timestamp in milliseconds."""
-_REPORT_EVERY = 512
-"""Requests between two reports of progress."""
 
 
-def write_trace(trace: Trace, path: str | Path, *, force: bool = False, on_progress: Progress | None = None) -> int:
+def write_trace(trace: Trace, path: str | Path, *, force: bool = False) -> int:
     """Writes ``trace`` to the file ``path``, compressed if its name ends with .gz. Returns the size of the file, in
     bytes.
 
     A replay of the file has the same results. Blocks keep their ids and tenants their names; sessions become numbers.
-    The file gets its name when it is complete, and only its owner may read it. ``on_progress`` gets the share that is
-    written. Raises TraceError if the file exists, unless ``force``, or if it cannot be written.
+    The file gets its name when it is complete, and only its owner may read it. Raises TraceError if the file exists,
+    unless ``force``, or if it cannot be written.
     """
     path = Path(path).expanduser()
-    check_free(path, force)
+    if path.exists() and (not force or not path.is_file()):
+        raise TraceError(f"{path}: exists; name another file, or replace a file with force=True")
     try:
         with ExitStack() as stack:
             # Files are made with mode 0600.
@@ -42,9 +41,9 @@ def write_trace(trace: Trace, path: str | Path, *, force: bool = False, on_progr
             with os.fdopen(fd, "wb") as raw:
                 if path.name.endswith(".gz"):
                     with gzip.GzipFile(filename="", mode="wb", compresslevel=COMPRESSION, fileobj=raw, mtime=0) as file:
-                        file.writelines(_lines(trace, on_progress))
+                        file.writelines(_lines(trace))
                 else:
-                    raw.writelines(_lines(trace, on_progress))
+                    raw.writelines(_lines(trace))
                 raw.flush()
                 os.fsync(fd)
                 size = raw.tell()
@@ -54,17 +53,7 @@ def write_trace(trace: Trace, path: str | Path, *, force: bool = False, on_progr
     return size
 
 
-def check_free(path: Path, force: bool) -> None:
-    """Raises TraceError if the file ``path`` cannot be made, or if it exists, unless ``force``."""
-    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise TraceError(f"{path}: cannot be written; name a file in a folder that you may write to")
-    if path.exists() and not path.is_file():
-        raise TraceError(f"{path}: not a regular file; name a file")
-    if path.exists() and not force:
-        raise TraceError(f"{path}: exists; name another file, or replace it with --force (force=True)")
-
-
-def _lines(trace: Trace, on_progress: Progress | None) -> Iterator[bytes]:
+def _lines(trace: Trace) -> Iterator[bytes]:
     header = {HEADER: VERSION, "started": 0.0, "block_tokens": trace.block_tokens, "converted_from": trace.name}
     speed = trace.prefill_tokens_per_s
     yield _line(header if speed is None else {**header, PREFILL_SPEED: speed})
@@ -85,10 +74,6 @@ def _lines(trace: Trace, on_progress: Progress | None) -> Iterator[bytes]:
         if tenant != UNKNOWN:
             line["tenant"] = trace.tenant_names[tenant]
         yield _line(line)
-        if on_progress is not None and request % _REPORT_EVERY == 0:
-            on_progress(request / trace.num_requests)
-    if on_progress is not None:
-        on_progress(1.0)
 
 
 def _line(fields: dict[str, Any]) -> bytes:
