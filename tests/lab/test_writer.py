@@ -102,9 +102,10 @@ def test_a_file_appears_only_when_it_is_complete(tmp_path: Path, monkeypatch: py
     def stop(fd: int) -> None:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patched:
         patched.setattr("os.fsync", stop)
-        write_trace(trace, path, force=True)
+        with pytest.raises(KeyboardInterrupt):
+            write_trace(trace, path, force=True)
     assert path.read_text() == "precious"
     assert list(tmp_path.iterdir()) == [path]
     write_trace(trace, path, force=True)
