@@ -228,16 +228,6 @@ def test_a_refused_block_is_not_written_and_the_record_says_why() -> None:
     assert manager.lookup([key(name) for name in new]) == 8, "at second sight it is stored"
 
 
-def test_above_a_lower_tier_nothing_is_refused() -> None:
-    manager = with_rule(10, BY_NAME["2q"], must_store=True)
-    for i in range(6):
-        serve(manager, [100 * i, 100 * i + 1])
-        serve(manager, [100 * i, 100 * i + 1])
-    new = list(range(5000, 5008))
-    serve(manager, new)
-    assert manager.lookup([key(name) for name in new]) == 8
-
-
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_a_chain_loses_its_tail_before_its_head(rule: Rule) -> None:
     manager = with_rule(12, rule)

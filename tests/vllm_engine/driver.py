@@ -12,6 +12,7 @@ answer, by default MAX_TOKENS), ``engine`` (arguments of ``vllm.LLM`` that diffe
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
@@ -37,6 +38,7 @@ MAX_TOKENS = 33
 """A block and the last token, which has no KV: each answer fills one block."""
 PROMPTS = 10
 MAX_STEPS = 20_000
+PAGE = 4096
 SETTLE_DEADLINE_S = 60.0
 WINDOW = 70
 """Window of sliding layers in tokens: more than two blocks, and not a multiple of a block."""
@@ -867,20 +869,22 @@ def aborts(engine: Engine, config: dict[str, Any]) -> dict[str, Any]:
 
 def storm(engine: Engine, config: dict[str, Any]) -> dict[str, Any]:
     """Runs ``requests`` random requests by ``seed``. Some are aborted, some ask for remote decode, and caches are reset
-    while they run. Answers are [index of the prompt, answer]."""
+    while they run; with ``keeps_connector`` only that of the device. ``flips``: the chance per step that bytes of a
+    file in ``folder`` change. Answers are [index of the prompt, answer]."""
     random = Random(config["seed"])
     core = engine.llm.llm_engine
     resets = [
         engine.llm.reset_prefix_cache,
         lambda: engine.llm.reset_prefix_cache(reset_connector=True),
         engine.scheduler.connector.reset_cache,
-    ]
+    ][: 1 if config.get("keeps_connector") else None]
     live: dict[str, int] = {}
     answers: list[Any] = []
     arrived = aborted = 0
+    options = config.get("connector")
     for step in range(MAX_STEPS):
         if arrived < config["requests"] and len(live) < 12 and random.random() < 0.25:
-            index, name = random.randrange(PROMPTS), f"s{arrived}"
+            index, name = random.randrange(len(engine.prompts)), f"s{arrived}"
             remote = {"kv_transfer_params": {"do_remote_decode": random.random() < 0.15}}
             sampling = engine.sampling(max_tokens=random.choice([1, 3, 20, MAX_TOKENS]), extra_args=remote)
             core.add_request(name, {"prompt_token_ids": engine.prompts[index]}, sampling)
@@ -893,23 +897,35 @@ def storm(engine: Engine, config: dict[str, Any]) -> dict[str, Any]:
             aborted += 1
         if random.random() < 0.01:
             random.choice(resets)()
-        if "disk_dir" in config["connector"] and random.random() < 0.3:
+        if "flips" in config and random.random() < config["flips"]:
+            _change_a_page(Path(config["folder"]), random)
+        if options is not None and "disk_dir" in options and random.random() < 0.3:
             # This bounds the steps that a job of the disk takes, however fast this machine runs steps.
             engine.settle()
         finished = [output for output in core.step() if output.finished and output.request_id in live]
         answers += [[live.pop(output.request_id), answer(output)] for output in finished]
-        if step % 50 == 0:
+        if options is not None and step % 50 == 0:
             engine.offload.manager.check_integrity()
         if arrived == config["requests"] and not live:
             break
-    return {"answers": answers, "aborted": aborted, "left": len(live), **engine.state()}
+    state = engine.tier_state() if options is None else engine.state()
+    return {"answers": answers, "aborted": aborted, "left": len(live), **state}
 
 
-def tier_storm(engine: Engine, config: dict[str, Any]) -> dict[str, Any]:
-    """Runs a storm on vLLM's own connector: see ``tier_storm``."""
-    import tier_storm
-
-    return tier_storm.run_storm(engine, config)
+def _change_a_page(folder: Path, random: Random) -> None:
+    """Changes the highest byte of each sixteenth float in a random page of a random file."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size >= PAGE)
+    if not paths:
+        return
+    path = random.choice(paths)
+    page = random.randrange(path.stat().st_size // PAGE)
+    # Files may disappear while this runs.
+    with contextlib.suppress(FileNotFoundError), path.open("r+b") as file:
+        file.seek(page * PAGE)
+        raw = np.frombuffer(file.read(PAGE), np.uint8).copy()
+        raw[3::64] ^= 0x5A
+        file.seek(page * PAGE)
+        file.write(raw.tobytes())
 
 
 def sleeps(engine: Engine, config: dict[str, Any]) -> dict[str, Any]:
@@ -1293,20 +1309,15 @@ def retained(engine: Engine, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def endless(engine: Engine, config: dict[str, Any]) -> NoReturn:
-    """Asks the first prompt, then random ones, two at a time, until the process is killed. Writes a line of JSON per
-    answer to the file ``said``: ``cached`` has the tokens that were not computed."""
-    random = Random(config.get("seed", 0))
-    if not config.get("multiprocessing"):
-        engine.forget()
+    """Asks the first prompt, then random ones, until the process is killed. Writes a line to the file ``said`` per
+    answer."""
+    random, index = Random(0), 0
+    engine.forget()
     with open(config["said"], "w") as said:
-        for number in itertools.count():
-            chosen = [random.randrange(len(engine.prompts)) for _ in range(2)] if number else [0]
-            prompts = [{"prompt_token_ids": engine.prompts[i]} for i in chosen]
-            outputs = engine.llm.generate(prompts, engine.sampling(), use_tqdm=False)
-            for index, output in zip(chosen, outputs, strict=True):
-                line = {"prompt": index, "answer": answer(output), "cached": output.num_cached_tokens or 0}
-                print(json.dumps(line), file=said, flush=True)
-    raise AssertionError("not reached")
+        while True:
+            engine.round([engine.prompts[index]])
+            print(f"answered prompt {index}", file=said, flush=True)
+            index = random.randrange(len(engine.prompts))
 
 
 class _Speculative:
@@ -1474,7 +1485,6 @@ SCENARIOS = {
         broken,
         aborts,
         storm,
-        tier_storm,
         sleeps,
         swapped,
         sessions,

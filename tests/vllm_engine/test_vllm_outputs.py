@@ -33,7 +33,6 @@ from vllm_harness import (
     Runner,
     assert_at_rest,
     assert_counted,
-    cases,
     check,
     corrupt,
     differences,
@@ -238,53 +237,6 @@ class TestKilled:
         assert disk_tokens(result) > 0
         assert_counted(result, "tier_bad_blocks:disk", "host_hit_tokens", "load_failures", "store_failures")
         assert " on 2 ranks = " in result.log or " in 1 pool for 2 ranks = " in result.log
-
-
-CONFIGURATIONS: dict[str, dict[str, Any]] = {
-    "lru, factor 4": {"connector": POOL | {"block_size_factor": 4}},
-    "arc, slow copies, chunked prefill": {
-        "connector": POOL | {"policy": "arc"},
-        "slow": 1,
-        "engine": {"max_num_batched_tokens": 96},
-    },
-    "slow copies, no prefix caching": {"connector": POOL, "slow": 2, "engine": {"enable_prefix_caching": False}},
-    "stored when computed, slow copies, chunked prefill": {
-        "connector": POOL | {"host_contents": "inclusive"},
-        "slow": 1,
-        "force_async": True,
-        "engine": {"max_num_batched_tokens": 96},
-    },
-    "in processes of its own": {"connector": POOL, "multiprocessing": True},
-    "a pool of a few blocks": {"connector": {"host_bytes": "1MiB"}},
-    "vLLM alone": {},
-}
-"""Slow copies are the hard case for fences: a block may be read or filled many steps after the step that asked for
-it."""
-
-
-@pytest.mark.parametrize("config", cases(CONFIGURATIONS, soak=CONFIGURATIONS))
-def test_outputs_are_identical_in_other_configurations(
-    run: Runner, expected: list[Any], config: dict[str, Any]
-) -> None:
-    result = run("rounds", **config)
-    for answers in result["outputs"]:
-        assert differences(answers, expected) == []
-    if config.get("multiprocessing"):
-        assert result["prometheus"]["kvoffload:host_hit_tokens_total"] > 0
-    elif "connector" in config:
-        assert result["preemptions"] > 0
-        assert_at_rest(result.result)
-        assert_counted(result, "host_hit_tokens", "load_bytes")
-        why = None
-        if not config.get("engine", {}).get("enable_prefix_caching", True):
-            why = "inclusive contents, because the device cache does not keep"
-        elif config["connector"].get("block_size_factor", 1) > 1:
-            why = "inclusive contents, because a block has several device blocks"
-        assert f"; {why or config['connector'].get('host_contents', 'exclusive')}" in result.log
-        if config["connector"]["host_bytes"] == "1MiB":
-            evicted = [record for record in result["records"] if record["reason"] == "evicted"]
-            assert evicted
-            assert all(record["age_s"] > 0 and record["missed_key"] for record in evicted)
 
 
 @pytest.mark.cuda

@@ -20,7 +20,6 @@ from vllm_harness import (
     DEADLINE_S,
     FEW,
     GEMMA3,
-    LFM2,
     PARALLEL,
     POOL,
     TOLERANCE,
@@ -226,10 +225,3 @@ def test_nothing_else_is_found(run: Runner, tmp_path: Path, options: dict[str, A
     result = server(run, tmp_path / "disk", "tensor", options=same | options, **config)
     assert_at_rest(result.result)
     assert (found(result), disk_tokens(result)) == (0, 0)
-
-
-@pytest.mark.soak
-def test_layers_with_states_keep_their_layout(run: Runner) -> None:
-    result = run("rounds", rounds=1, **LFM2, connector=POOL | {"canonical_layout": True})
-    assert "canonical_layout has no effect: layers with states have none." in result.log
-    assert_at_rest(result.result)

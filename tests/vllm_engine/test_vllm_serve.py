@@ -27,7 +27,6 @@ from serve_harness import (
     flag,
     memory_files,
     named_segments,
-    readme_flag,
     record_sockets,
 )
 from test_vllm_router import EXAMPLE
@@ -368,53 +367,6 @@ def load(server: Server) -> Iterator[Clients]:
 
 
 @pytest.mark.soak
-class TestReadmeFlag:
-    """A server of one engine with the README's flag but a smaller pool."""
-
-    @pytest.fixture(scope="class")
-    def server(self, start: Start) -> Iterator[Server]:
-        assert '"1GiB"' in readme_flag()
-        with start(readme_flag().replace('"1GiB"', '"64MiB"')) as server:
-            yield server
-
-    def test_answers_are_right(self, server: Server, expected: list[Any]) -> None:
-        check_rounds(server, expected, 2)
-        held = (DEVICE_BLOCKS - 1) * BLOCK_SIZE
-        wanted = f"kvoffload: host pool of 64 MiB = 65,536 tokens beyond the device's {held}; exclusive contents"
-        assert wanted in server.log()
-
-
-@pytest.mark.soak
-class TestUnderWay:
-    """A server whose copies take many steps, and some fail. The last test terminates it."""
-
-    @pytest.fixture(scope="class")
-    def slow(self, start: Start) -> Iterator[Server]:
-        with start(flag("SlowKVOffloadConnector", host_bytes=POOL_BYTES)) as server:
-            yield server
-
-    @pytest.mark.parametrize("mode", ["abort", "wait"])
-    def test_sleep(self, slow: Server, expected: list[Any], mode: str) -> None:
-        """vLLM aborts requests or lets them end, and waits for the copies. (With "keep" it cannot clear blocks that a
-        load is filling: it says so and does not sleep.)"""
-        with load(slow) as clients:
-            for level in (1, 2):
-                assert slow.post(f"/sleep?level={level}&mode={mode}")["status"] == "sleeping"
-                assert slow.post("/wake_up")["status"] == "awake"
-            clients.end()
-        answers = [(PROMPTS.index(prompt), tokens) for prompt, (tokens, _) in clients.answers if prompt in PROMPTS]
-        assert answers
-        for i, tokens in answers:
-            right, _ = expected[i]
-            assert tokens == right[: len(tokens)]
-            assert mode == "abort" or len(tokens) == len(right)
-        check_rounds(slow, expected, 2)
-
-    def test_sigterm_leaves_nothing(self, slow: Server) -> None:
-        check_sigterm(slow)
-
-
-@pytest.mark.soak
 def test_a_pause_keeps_blocks_and_a_reset_the_store_while_weights_stay(
     start: Start, expected: list[Any], run: Runner, tmp_path: Path
 ) -> None:
@@ -463,19 +415,3 @@ def test_corrupted_bytes_change_answers(start: Start, expected: list[Any]) -> No
         server.round(PROMPTS)
         server.forget_device_blocks()
         assert len(differences(server.round(PROMPTS), expected)) == len(PROMPTS)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("engines", [None, 1])
-def test_more_engines_than_were_promised_are_refused(start: Start, engines: int | None) -> None:
-    """If vLLM does not say how many there are, the server does not start either, and says what to set."""
-    options: dict[str, Any] = {} if engines is None else {"engines_per_node": engines}
-    server = start(flag(host_bytes=POOL_BYTES, **options), *TWO_ENGINES)
-    with contextlib.closing(server):
-        if server.wait():
-            assert engines is None
-            assert list(server.pools().values()) == [POOL_BYTES // 2] * 2
-        else:
-            assert server.process.returncode != 0
-            assert f"ConfigError: engines_per_node{' is not set' if engines is None else '=1: '}" in server.log()
-            assert eventually(lambda: not list(server.processes()))
