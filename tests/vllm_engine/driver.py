@@ -883,7 +883,7 @@ def storm(engine: Engine, config: dict[str, Any]) -> dict[str, Any]:
     arrived = aborted = 0
     options = config.get("connector")
     for step in range(MAX_STEPS):
-        if arrived < config["requests"] and len(live) < 12 and random.random() < 0.25:
+        if arrived < config["requests"] and len(live) < 12 and random.random() < config.get("arrivals", 0.25):
             index, name = random.randrange(len(engine.prompts)), f"s{arrived}"
             remote = {"kv_transfer_params": {"do_remote_decode": random.random() < 0.15}}
             sampling = engine.sampling(max_tokens=random.choice([1, 3, 20, MAX_TOKENS]), extra_args=remote)

@@ -26,7 +26,7 @@ def storm(run: Runner, folder: Path, **config: Any) -> Run:
         "offloading": with_tier(SMALL, tier=disk(folder) | {"bytes": BYTES}),
         "patches": ["little staging"],
     } | config
-    result = run("storm", folder=str(folder), **{"flips": 0.01, **SIZES, **config})
+    result = run("storm", folder=str(folder), **{"arrivals": 0.5, "flips": 0.01, **SIZES, **config})
     assert result["left"] == 0
     assert len(result["answers"]) + result["aborted"] == REQUESTS
     assert result["free_device_blocks"] == result["usable_device_blocks"]
@@ -51,7 +51,7 @@ def test_a_storm(run: Runner, tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize("tier", ["ours", "fs"])
 def test_a_tier_that_does_not_verify_is_noticed(run: Runner, tmp_path: Path, tier: str) -> None:
     """The control: the same storm with the comparison of checksums taken out, and with vLLM's fs tier."""
-    config: dict[str, Any] = {"flips": 0.2, "keeps_connector": True, "patches": ["little staging", "unverified"]}
+    config: dict[str, Any] = {"flips": 0.5, "keeps_connector": True, "patches": ["little staging", "unverified"]}
     if tier == "fs":
         entry = {"type": "fs", "root_dir": str(tmp_path / "files")}
         config["offloading"] = SPEC | {"cpu_bytes_to_use": SMALL, "secondary_tiers": [entry]}

@@ -365,19 +365,6 @@ def test_a_job_without_rows_ends() -> None:
 # The engine's side.
 
 
-def test_a_store_begins_without_a_forward_pass_when_results_are_asked_for(rig: Rig) -> None:
-    rig.store(1, [0], [0])
-    assert rig.run() == []
-    assert ended(rig.run()) == [1]
-
-
-def test_no_copy_begins_before_the_store_was_handed_over(rig: Rig) -> None:
-    rig.store(1, [0], [0])
-    assert not rig.transfer.advance()
-    rig.transfer.before_forward()
-    assert rig.transfer.advance()
-
-
 @pytest.mark.parametrize("operation", ["copy", "query", "gather", "scatter"])
 @pytest.mark.parametrize("with_threads", [False, True])
 def test_an_error_of_the_device_reaches_the_worker_which_gives_up(operation: str, with_threads: bool) -> None:

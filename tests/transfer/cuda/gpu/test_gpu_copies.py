@@ -13,7 +13,6 @@ import pytest
 from benchmarks.gpu import cuda
 from benchmarks.gpu.rig import (
     Layout,
-    Ready,
     Rig,
     block_numbers,
     make_views,
@@ -165,14 +164,6 @@ def test_unregistered_memory_never_goes_to_the_driver(layout: Layout) -> None:
         devices[1].region = (int(r.slots.ctypes.data), r.slots.nbytes)
         round_trip(r, BLOCK_LISTS, [5, 2, 7, 0, 1, 3])
         assert devices[1].num_inside > 0, "the copies of this test are not seen"
-
-
-def test_slots_become_ready_one_by_one() -> None:
-    group = PageGroup(make_views(Layout.MERGED, LAYERS, BLOCKS, PAGE))
-    growing = Ready(0, boundary_slots=4)
-    with rig([group], 8, registration=growing) as r:
-        for growing.num_ready_slots in (0, 1, 3, 6, 8):
-            round_trip(r, BLOCK_LISTS, [5, 2, 7, 0, 1, 3])
 
 
 def test_copies_across_two_registrations() -> None:
