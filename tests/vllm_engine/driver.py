@@ -140,34 +140,6 @@ def make_prompts(n: int = PROMPTS) -> list[list[int]]:
     return prompts
 
 
-class TierJobs:
-    """Counts what the tiers of this process have accepted and not reported yet."""
-
-    def __init__(self) -> None:
-        from kvoffload.tiering.guard import GuardedTier
-
-        self.pending: Counter[tuple[str, bytes, bool]] = Counter()
-        """Number of jobs per tier, key and direction; True is a read."""
-        poll = GuardedTier.poll
-
-        def counting(accept: Callable[..., Any], is_read: bool) -> Callable[..., Any]:
-            def call(tier: Any, keys: Any, slots: Any) -> Any:
-                accepted = accept(tier, keys, slots)
-                self.pending.update((tier.name, key, is_read) for key in accepted)
-                return accepted
-
-            return call
-
-        def counted_poll(tier: Any) -> Any:
-            results = poll(tier)
-            self.pending -= Counter((tier.name, result.key, result.is_read) for result in results)
-            return results
-
-        GuardedTier.read = counting(GuardedTier.read, True)  # type: ignore[method-assign]
-        GuardedTier.write = counting(GuardedTier.write, False)  # type: ignore[method-assign]
-        GuardedTier.poll = counted_poll  # type: ignore[method-assign, assignment]
-
-
 def connector_module(name: str) -> str:
     """Returns the module that defines the connector ``name``."""
     own = {"KVOffloadConnector": "kvoffload.vllm", "CorruptedKVOffloadConnector": "demo.corrupted"}
@@ -185,7 +157,6 @@ class Engine:
         for name in config.get("patches", ()):
             PATCHES[name]()
         self._max_tokens = config.get("max_tokens", MAX_TOKENS)
-        self._tiers = TierJobs()
         from vllm.config import KVEventsConfig
 
         force_async = config.get("force_async", False)
@@ -356,11 +327,11 @@ class Engine:
 
     def settle(self) -> None:
         """Waits until all tiers have read and written what they were given."""
-        deadline = time.monotonic() + SETTLE_DEADLINE_S
-        while self._tiers.pending:
+        deadline, manager = time.monotonic() + SETTLE_DEADLINE_S, self.offload.manager
+        while getattr(manager, "has_transfers", False):
             assert time.monotonic() < deadline, "the tier does not end its reads and writes"
             time.sleep(0.001)
-            self.offload.manager.poll()
+            manager.poll()
 
     def close(self) -> None:
         """Shuts the engine down as a server does."""
@@ -501,25 +472,31 @@ def _allow_blocks_first() -> None:
     nesting.READ_BY_STRIDE.add("CPU_ATTN")
 
 
+def _plant(module: Any, name: str, value: object) -> None:
+    """Replaces what a module uses. A name that it no longer has would leave a control without its fault."""
+    assert hasattr(module, name), f"{module.__name__} has no {name}"
+    setattr(module, name, value)
+
+
 def _expect_another_root() -> None:
     """Simulates a vLLM that chooses the root of its hashes in an unknown way."""
     from kvoffload.vllm import versions
 
-    versions.expected_hash_root = lambda vllm_config: b"another root"
+    _plant(versions, "expected_hash_root", lambda vllm_config: b"another root")
 
 
 def _keep_over_pauses() -> None:
     """Takes vLLM for 0.33, which calls connectors before and after a sleep."""
     from kvoffload.vllm import versions
 
-    versions.keeps_over_pauses = lambda vllm_config: True
+    _plant(versions, "keeps_over_pauses", lambda vllm_config: True)
 
 
 def _offload_sessions() -> None:
     """Offloads sessions with streaming input, whatever the version of vLLM."""
     from kvoffload.vllm import hints
 
-    hints.FIRST_TO_NAME_SESSIONS = "0"
+    _plant(hints, "FIRST_TO_NAME_SESSIONS", "0")
 
 
 KNOWS_FOLLOWING = [True]
@@ -530,16 +507,17 @@ def _may_forget_following() -> None:
     from kvoffload.vllm import connector
     from kvoffload.vllm.hints import following
 
-    vars(connector)["following"] = lambda request, position, n: (
-        following(request, position, n) if KNOWS_FOLLOWING[0] else b""
-    )
+    def may_forget(request: Any, position: int, n: int) -> bytes:
+        return following(request, position, n) if KNOWS_FOLLOWING[0] else b""
+
+    _plant(connector, "following", may_forget)
 
 
 def _blind_adapters() -> None:
     """Gives all adapters the same digest."""
     from kvoffload.vllm import adapters as watched
 
-    watched.digest_of = lambda model, rank=0: b"the same"
+    _plant(watched, "digest_of", lambda model, rank=0: b"the same")
 
 
 def _shrink_staging() -> None:
@@ -548,14 +526,19 @@ def _shrink_staging() -> None:
     from kvoffload.tiering.bridge import BridgeSettings
     from kvoffload.vllm import secondary_tier
 
-    vars(secondary_tier)["BridgeSettings"] = functools.partial(BridgeSettings, staging_bytes=0)
+    _plant(secondary_tier, "BridgeSettings", functools.partial(BridgeSettings, staging_bytes=0))
 
 
 def _accept_any_bytes() -> None:
     """Plants a bug: blocks from disk are accepted whatever their checksums are."""
     from kvoffload.tiers.disk import blockio
+    from kvoffload.tiers.disk.format import payload_checksums
 
-    vars(blockio)["are_damaged"] = lambda header, keys, blocks, checksums: np.zeros(len(keys), bool)
+    class Equal(np.ndarray):
+        def __ne__(self, other: object) -> Any:
+            return np.zeros(len(self), bool)
+
+    _plant(blockio, "payload_checksums", lambda *arguments: payload_checksums(*arguments).view(Equal))
 
 
 PATCHES: dict[str, Callable[[], None]] = {
@@ -1269,45 +1252,6 @@ def adapters(engine: Engine, config: dict[str, Any]) -> dict[str, Any]:
     return life.result()
 
 
-def retained(engine: Engine, config: dict[str, Any]) -> dict[str, Any]:
-    """Asks prompts whose blocks are to be retained for ``seconds``, then as many others as fill the host pool
-    ``floods`` times, then the first ones again, without the device's cache: in each of ``rounds``. ``found`` has the
-    tokens of each prompt that were found the second time, ``wrong`` how many answers changed. ``kept``: the blocks that
-    are still charged a second after the time of a last retention of one second."""
-    offload, rng = engine.offload, np.random.default_rng(7)
-    host = getattr(offload.manager, "host", offload.manager)
-    size, found, wrong = 6 * BLOCK_SIZE + 3, [], 0
-
-    def ask(prompts: list[list[int]], **options: Any) -> list[Any]:
-        assert engine.llm.reset_prefix_cache()
-        answers = []
-        for i, prompt in enumerate(prompts):
-            params = {"kvoffload": {"session": f"s{i}", **options}} if options else {}
-            answers += engine.round([prompt], extra_args={"kv_transfer_params": params}, max_tokens=4)
-            engine.drain()
-        return answers
-
-    def flood() -> None:
-        per_round = 8
-        for _ in range(int(config["floods"] * host.num_blocks) // (per_round * 12) + 1):
-            others = rng.integers(5, 500, size=(per_round, 12 * BLOCK_SIZE + 1)).tolist()
-            engine.round(others, max_tokens=1)
-        engine.drain()
-
-    for _ in range(config["rounds"]):
-        prompts = rng.integers(5, 500, size=(config["sessions"], size)).tolist()
-        options = {"retain_s": config["seconds"]} if config["seconds"] else {}
-        right = ask(prompts, **options)
-        flood()
-        again = ask(prompts, **({"retain_s": 0} if options else {}))
-        found += [record.host_tokens for record in list(offload.records)[-len(prompts) :]]
-        wrong += sum(one[0] != other[0] for one, other in zip(right, again, strict=True))
-    ask(prompts[:1], session="another", retain_s=1.0)
-    time.sleep(2.0)
-    kept = sum(n for name, n in offload.metrics.snapshot().items() if name.startswith("tenant_retained_blocks:"))
-    return {"found": found, "wrong": wrong, "kept": kept, "expected": size // BLOCK_SIZE, **engine.state()}
-
-
 def endless(engine: Engine, config: dict[str, Any]) -> NoReturn:
     """Asks the first prompt, then random ones, until the process is killed. Writes a line to the file ``said`` per
     answer."""
@@ -1486,10 +1430,8 @@ SCENARIOS = {
         aborts,
         storm,
         sleeps,
-        swapped,
         sessions,
         adapters,
-        retained,
         endless,
     )
 }

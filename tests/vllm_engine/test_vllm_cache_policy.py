@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import pytest
-from test_vllm_versions import OVERLAYS
+from test_vllm_versions import OVERLAYS, in_front
 from vllm_harness import Run, Runner
 
 from benchmarks.synthetic import generate
@@ -19,18 +18,14 @@ VERSIONS = [None, *(pytest.param(name, marks=pytest.mark.soak) for name in OVERL
 """None: the installed version."""
 
 
-def in_version(version: str | None) -> dict[str, Any]:
-    paths = [str(OVERLAYS[version])] if version else []
-    return {"environment": {"PYTHONPATH": os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])}}
-
-
 @pytest.fixture(scope="module", params=VERSIONS, ids=lambda version: version or "installed")
 def seen(request: pytest.FixtureRequest, run: Runner, tmp_path_factory: pytest.TempPathFactory) -> Run:
     chat = tmp_path_factory.mktemp("traces") / "chat.jsonl"
     write_trace(generate("chat").between(0, 0.05), chat)
     traces = os.environ.get("KVOFFLOAD_TRACES") if SCALE > 1 and request.param is None else None
     options = {"seeds": int(20 * SCALE), "steps": 120, "chat": str(chat), "traces": traces}
-    return run("cache_policies", **options, **in_version(request.param))
+    environment = {"PYTHONPATH": in_front(request.param)} if request.param else {}
+    return run("cache_policies", **options, environment=environment)
 
 
 def test_random_schedules_keep_what_vllm_relies_on(seen: Run) -> None:

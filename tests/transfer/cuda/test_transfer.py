@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -386,6 +387,19 @@ def test_an_error_of_the_device_reaches_the_worker_which_gives_up(operation: str
     assert worker.take_report() is None
     worker.shutdown()
     assert (rig.device.closed, rig.registration.released) == (0, 0), "copies may still use the memory"
+
+
+def test_a_worker_that_gives_up_for_another_reason_frees_the_device_once(rig: Rig) -> None:
+    worker = OffloadingConnectorWorker(rig.transfer)
+    reports: list[WorkerReport] = []
+    with worker.step(StepMeta(stores={1: spec_of([0], ([0], 0))}), reports.append):
+        rig.advance()
+    worker.weights.watch = SimpleNamespace(begin=lambda: 1 // 0)
+    with worker.step(StepMeta(), reports.append):
+        pass
+    assert reports[-1].broken
+    worker.shutdown()
+    assert (rig.device.closed, rig.registration.released) == (1, 1)
 
 
 def test_an_error_in_a_fence_is_raised_to_its_caller(rig: Rig) -> None:
