@@ -146,21 +146,6 @@ def test_a_shadow_is_the_plain_algorithm(rule: Rule, seed: int) -> None:
         assert shadows.known() == plain.off_device + plain.on_device
 
 
-@pytest.mark.parametrize("rule", TEXTBOOK, ids=lambda rule: rule.name)
-@pytest.mark.parametrize("seed", range(4))
-def test_requests_served_at_once_are_the_plain_algorithm(rule: Rule, seed: int) -> None:
-    rng = random.Random(seed)
-    capacity = rng.randint(20, 40)
-    manager, plain = with_rule(capacity, rule), ReferenceShadows(capacity, 0, (rule,))
-    found = expected = 0
-    for chain in chains(rng, 30, 200):
-        found += serve(manager, chain)
-        expected += plain.access(chain)[0]
-    assert expected > 100
-    # The policy remembers a little more, and ``admit`` does not know how much of a full cache belongs to the request.
-    assert abs(found - expected) <= (0.0 if rule.share is None else 0.08) * expected
-
-
 def run(rule_or_auto: Rule | None, requests: list[list[int]], num_blocks: int) -> tuple[int, PolicyOffloadingManager]:
     manager = make_auto(num_blocks) if rule_or_auto is None else with_rule(num_blocks, rule_or_auto)
     return sum(serve(manager, chain) for chain in requests), manager

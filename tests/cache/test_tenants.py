@@ -79,13 +79,6 @@ def present(of: PolicyOffloadingManager, keys: list[OffloadKey]) -> int:
     return int(np.count_nonzero(of.table.states(keys) == LookupState.HIT))
 
 
-class TestOneTenant(PolicyConformance):
-    """The others alone: as the policy that they are in."""
-
-    def make_policy(self, capacity: int) -> CachePolicy:
-        return make_policy("lru", capacity, Shares((OTHER,), {}, (0,), (capacity,), capacity))
-
-
 class TestThreeTenants(PolicyConformance):
     """The blocks of random calls belong to three tenants, all others to one."""
 

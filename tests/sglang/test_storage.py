@@ -28,7 +28,7 @@ from kvoffload.tiering.bridge import BridgeSettings, build_bridge  # isort: skip
 torch = parts.torch
 PoolTransfer = parts.storage_interface.PoolTransfer
 TRAILING = parts.storage_interface.PoolHitPolicy.TRAILING_PAGES
-FAULTY = "tests.sglang.faulty_tiers:FaultyConfig"
+HANGING = "tests.sglang.faulty_tiers:HangingConfig"
 
 Start = Callable[..., Rank]
 
@@ -459,7 +459,7 @@ def test_the_control_hicache_file_returns_flipped_bytes(tmp_path: Path) -> None:
 
 
 def test_a_read_that_hangs_ends_at_the_deadline(start: Start) -> None:
-    entry = {"kind": FAULTY, "fault": "hangs"}
+    entry = {"kind": HANGING}
     first = start(tier=entry)
     chain, _ = stored(first)
     settled(first).close()

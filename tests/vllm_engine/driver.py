@@ -712,7 +712,6 @@ def cache_policies(config: dict[str, Any]) -> dict[str, Any]:
         "schedules": policy_schedules.random_schedules(config["seeds"], config["steps"]),
         "control": policy_schedules.is_careless_seen(config["seeds"], config["steps"]),
         "chains": policy_schedules.chains(),
-        "one_use": policy_schedules.one_use(),
         "one_by_one": [policy_schedules.one_by_one(num_chunks) for num_chunks in (64, 512)],
         "starts_over": policy_schedules.starts_over(),
         "keeps_failing": policy_schedules.keeps_failing(),

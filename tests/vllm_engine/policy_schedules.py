@@ -269,28 +269,6 @@ def one_by_one(num_chunks: int) -> float:
     return counting.num_asked / len(request.chain)
 
 
-def one_use() -> dict[str, Any]:
-    """A request that asks often, and a reset in the middle of another."""
-    manager, first = fill("LRUCachePolicy", 4, [1, 2], 1)
-    second = serve(manager, "second", [3, 4], 1)
-    # Stores again, and finishes twice: still one use, which was before the second request's.
-    manager.prepare_store(first.chain, first.context)
-    manager.on_request_finished(first.context)
-    serve(manager, "third", [5, 6], 2)
-    uses = [left_of(manager, first), left_of(manager, second)]
-    running = begin("running", [7, 8, 9], 1)
-    manager.on_new_request(running.context)
-    manager.prepare_store(running.chain[:1], running.context)
-    manager.reset_cache()
-    manager._policy.check_integrity()
-    after = serve(manager, "after", [7, 8], 1)
-    manager.prepare_store(running.chain, running.context)
-    manager.complete_store(running.chain, running.context)
-    manager.on_request_finished(running.context)
-    manager._policy.check_integrity()
-    return {"uses": uses, "after": left_of(manager, after), "running": left_of(manager, running)}
-
-
 def starts_over() -> dict[str, Any]:
     """A policy that fails is replaced, and vLLM does not notice."""
     manager, first = fill("AutoCachePolicy", 4, [1, 2], 1)

@@ -43,10 +43,6 @@ def test_a_chain_loses_its_tail_first(seen: Run) -> None:
         assert chains["again"] > 6, policy
 
 
-def test_a_request_is_one_use(seen: Run) -> None:
-    assert seen["one_use"] == {"uses": [[], [0, 1]], "after": [0, 1], "running": [0, 1, 2]}
-
-
 def test_promotions_of_a_long_chain_cost_as_much_each_as_those_of_a_short_one(seen: Run) -> None:
     short, long = seen["one_by_one"]
     assert long < short + 1
