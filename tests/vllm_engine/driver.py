@@ -809,46 +809,6 @@ def broken(engine: Engine, config: dict[str, Any]) -> dict[str, Any]:
     return {"outputs": [engine.round()], **engine.state()}
 
 
-def aborts(engine: Engine, config: dict[str, Any]) -> dict[str, Any]:
-    """Aborts one request in each stage of its life while others continue, with half of the blocks in the pool."""
-    from vllm.v1.request import RequestStatus
-
-    engine.round(engine.prompts[: PROMPTS // 2])
-    engine.drain()
-    engine.llm.reset_prefix_cache()
-    core, names = engine.llm.llm_engine, [f"r{i}" for i in range(PROMPTS)]
-    for i, (name, prompt) in enumerate(zip(names, engine.prompts, strict=True)):
-        # Other acts may have left all blocks in the pool.
-        extra_args = {} if i < PROMPTS // 2 else NOT_OFFLOADED
-        core.add_request(name, {"prompt_token_ids": prompt}, engine.sampling(extra_args=extra_args))
-
-    def stage(request: Any) -> str | None:
-        if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
-            return "loading"
-        if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
-            return "preempted" if request.num_preemptions else "waiting"
-        if request.status == RequestStatus.RUNNING:
-            return "prefilling" if request.num_computed_tokens < request.num_prompt_tokens else "decoding"
-        return None
-
-    aborted: dict[str, str] = {}
-    answers: dict[str, Any] = {}
-    for _ in range(MAX_STEPS):
-        if not core.has_unfinished_requests():
-            break
-        for request in list(engine.scheduler.requests.values()):
-            seen, name = stage(request), request.request_id.split("-")[0]
-            if seen is not None and seen not in aborted and name not in aborted.values():
-                aborted[seen] = name
-                core.abort_request([name])
-                break
-        for output in core.step():
-            if output.finished and output.outputs[0].finish_reason == "length":
-                answers[output.request_id] = answer(output)
-    outputs = [answers.get(name) for name in names]
-    return {"outputs": outputs, "aborted": aborted, **engine.state()}
-
-
 def storm(engine: Engine, config: dict[str, Any]) -> dict[str, Any]:
     """Runs ``requests`` random requests by ``seed``. Some are aborted, some ask for remote decode, and caches are reset
     while they run; with ``keeps_connector`` only that of the device. ``flips``: the chance per step that bytes of a
@@ -1151,55 +1111,35 @@ def swapped(engine: Engine, config: dict[str, Any]) -> dict[str, Any]:
 def sessions(engine: Engine, config: dict[str, Any]) -> dict[str, Any]:
     """Runs sessions with streaming input of two inputs each. A session drops the token that it has sampled after the
     first, which completes a block, when the second comes. Then asks for prompts that begin with the first input and
-    that token: "plain", "again", and "right" if everything is computed.
-
-    ``meanwhile``: "waiting": such a prompt was looked up before the first input was computed, and gets device blocks
-    after the second. "preempted": a request of the first input alone samples that token, loses its device blocks and
-    gets others; the prompts begin with what it has sampled. ``ask``: prompts for which an engine without sessions is
-    asked."""
+    that token: "plain", "again", and "right" if everything is computed. ``ask``: prompts for which an engine without
+    sessions is asked."""
     random, prompts = Random(3), list[list[int]](config.get("ask", []))
-    core, meanwhile, refused = engine.llm.llm_engine, config.get("meanwhile"), set[str]()
-    manager = engine.scheduler.kv_cache_manager
-    allocate = manager.allocate_slots
-    manager.allocate_slots = lambda request, *args, **kwargs: (
-        None if request.request_id in refused else allocate(request, *args, **kwargs)
-    )
+    core = engine.llm.llm_engine
 
-    def send(name: str, tokens: list[int], resumable: bool = True, **sampling: Any) -> Any:
+    def send(name: str, tokens: list[int], resumable: bool = True) -> Any:
         """Sends an input as AsyncLLM does, and returns the request."""
-        inputs = {"prompt_token_ids": list(tokens)}, engine.sampling(**{"max_tokens": 1, **sampling})
+        inputs = {"prompt_token_ids": list(tokens)}, engine.sampling(max_tokens=1)
         made = core.input_processor.process_inputs(name, *inputs, core.get_supported_tasks(), resumable=resumable)
         core.engine_core.add_request(made)
         return engine.scheduler.requests.get(name)
 
-    def step(request: Any, until: Callable[[Any], bool]) -> None:
-        while not until(request):
+    def step_until_it_waits(request: Any) -> None:
+        while request.status.name != "WAITING_FOR_STREAMING_REQ":
             core.step()
 
     firsts = [random.choices(range(5, 500), k=blocks * BLOCK_SIZE - 1) for blocks in config.get("blocks", ())]
     answers = engine.round(firsts, max_tokens=1, extra_args=NOT_OFFLOADED) if firsts else []
     assert engine.llm.reset_prefix_cache()
     for i, (first, (sampled, _)) in enumerate(zip(firsts, answers, strict=True)):
-        session, other = f"session {i}", f"other {i}"
         then, more = (random.choices(range(5, 500), k=k) for k in (40, 60))
-        prompt = [*first, *sampled, *more]
-        request = send(session, first)
-        if meanwhile == "waiting":
-            refused.add(other)
-            waiting = send(other, prompt, resumable=False)
-        step(request, lambda each: each.status.name == "WAITING_FOR_STREAMING_REQ")
+        request = send(f"session {i}", first)
+        step_until_it_waits(request)
         assert request.all_token_ids[-1:] == sampled
-        send(session, then)
-        step(request, lambda each: each.status.name == "WAITING_FOR_STREAMING_REQ")
-        if meanwhile == "preempted":
-            waiting = send(other, first, resumable=False, max_tokens=50)
-            step(waiting, lambda each: each.num_output_tokens == 3)
-            refused.add(other)
-            step(waiting, lambda each: each.status.name == "PREEMPTED")
-        refused.clear()
-        send(session, [0], resumable=False)
+        send(f"session {i}", then)
+        step_until_it_waits(request)
+        send(f"session {i}", [0], resumable=False)
         engine.drain()
-        prompts.append([*waiting.all_token_ids, *more] if meanwhile else prompt)
+        prompts.append([*first, *sampled, *more])
     life = _Life(engine)
     # A version that keeps the hashes answers wrongly itself here. What it computes behind such blocks must not be kept.
     life.play("from the device", prompts=prompts, reset=False)
@@ -1426,7 +1366,6 @@ SCENARIOS = {
         one_by_one,
         service,
         broken,
-        aborts,
         storm,
         sleeps,
         sessions,

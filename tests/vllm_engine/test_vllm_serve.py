@@ -127,12 +127,6 @@ def in_host(router: Any) -> set[Any]:
     return {name for place, names in places if place[0] == "CPU" for name in names}
 
 
-def held(router: Any, engine: str, names: list[Any], medium: str) -> bool:
-    """Whether ``router`` believes blocks of these names to be on this medium of an engine."""
-    places = router.index.held[engine].items()
-    return bool(names) and any(place[0] == medium and set(names) <= found for place, found in places)
-
-
 class TestTwoEngines:
     """All tests use one server; most of them ask its first engine. They do not depend on each other, but the last one
     ends it."""
@@ -218,35 +212,6 @@ class TestTwoEngines:
         # A server follows what others write a moment later.
         assert eventually(is_loaded)
 
-    def test_a_prompt_is_found_by_events_alone(self, server: Server, router: Any) -> None:
-        """Block by block from the first, and only as far as the prompts are equal. Salts name other blocks."""
-        first, second = fresh_prompts(1, 2)
-        second[: 2 * BLOCK_SIZE] = first[: 2 * BLOCK_SIZE]
-        for prompt in (first, second):
-            server.complete(prompt)
-
-        def names(prompt: list[int]) -> list[Any]:
-            server.metrics()
-            router.receive()
-            return list(router.index.chain(prompt))
-
-        def is_held(medium: str, prompt: list[int]) -> bool:
-            return held(router, "engine 0", names(prompt), medium)
-
-        for prompt in (first, second):
-            for medium in ("CPU", "GPU"):
-                assert eventually(partial(is_held, medium, prompt))
-        other = [*first[:BLOCK_SIZE], 7, *first[BLOCK_SIZE:]]
-        assert [len(names(prompt)) for prompt in (first, second, other)] == [4, 4, 1]
-        assert names(first)[:2] == names(second)[:2]
-        assert set(names(first)[2:]).isdisjoint(names(second)[2:])
-        assert names(first[1:]) == []
-        before = {key for key in router.index.next_blocks if "tenant" in key[2]}
-        for salt in ("tenant a", "tenant b"):
-            server.complete(first, cache_salt=salt)
-        assert eventually(lambda: names(first) and len({k for k in router.index.next_blocks if "tenant" in k[2]}) == 2)
-        assert not before
-
     def test_a_reset_with_the_connector_empties_the_pools(
         self, server: Server, router: Any, expected: list[Any]
     ) -> None:
@@ -284,6 +249,9 @@ class TestTwoEngines:
         assert ask(server, control, 0)["host_hit_tokens"] == 0
         # It may load what others have stored.
         assert ask(server, control, 0, {"kvoffload": {"store": False}})["host_hit_tokens"] == HIT
+        server.forget_device_blocks()
+        _, grown = server.growth(lambda: server.complete(CONTROL[0], cache_salt="a salt"))
+        assert grown["host_hit_tokens"] == 0, "a salt names other blocks"
 
     def test_a_request_that_asks_about_its_whole_prompt_loads_nothing(self, server: Server, control: list[Any]) -> None:
         """vLLM computes what is missing in a cache, and there must be nothing in it."""

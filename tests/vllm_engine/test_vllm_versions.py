@@ -120,14 +120,13 @@ def test_a_check_that_fails_switches_offloading_off(acts: dict[str, Run]) -> Non
 
 @pytest.mark.soak
 @pytest.mark.parametrize("unlimited", [False, True])
-@pytest.mark.parametrize("meanwhile", [None, "waiting", "preempted"])
 def test_tokens_that_a_session_drops_name_no_blocks(
-    run: Runner, overlaid: dict[str, Any], version: str, meanwhile: str | None, unlimited: bool, tmp_path: Path
+    run: Runner, overlaid: dict[str, Any], version: str, unlimited: bool, tmp_path: Path
 ) -> None:
     """Neither in the process of the sessions nor in the next one. The control: a version that keeps their block hashes
     gives wrong answers if sessions are offloaded."""
     config = {"connector": with_disk(tmp_path), "patches": ["offloads sessions"] if unlimited else []}
-    first = run("sessions", **overlaid | config, blocks=[1, 2, 3], meanwhile=meanwhile)
+    first = run("sessions", **overlaid | config, blocks=[1, 2, 3])
     second = run("sessions", **overlaid | config, ask=first["prompts"])
     for result in (first, second):
         for name in ("plain", "again"):
