@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import pytest
 
 from kvoffload.abc import Hints, MissReason, Offer, OffloadKey, ReqContext
 from kvoffload.cache.duplicates import MAX_PASSED, Duplicates
@@ -61,16 +60,6 @@ def test_a_block_that_hints_drop_and_the_device_holds_makes_room_once() -> None:
     assert store(manager, "xy") == "ab"
 
 
-@pytest.mark.parametrize("uses", [1, 2])
-def test_a_use_that_the_device_has_served_counts_when_a_block_leaves_it(uses: int) -> None:
-    manager = make(8, "auto")
-    for _ in range(uses):
-        manager.touch(keys("ab"))
-        manager.end_chain(keys("ab"), ())
-    store_leaving(manager, "ab")
-    assert num_again(manager) == (2 if uses == 2 else 0)
-
-
 def test_what_is_known_of_a_block_moves_with_it_between_host_and_device() -> None:
     """However long it was in host memory, and whatever the policy has forgotten of others meanwhile."""
     manager = make(8, "auto", device_blocks=2)
@@ -78,6 +67,7 @@ def test_what_is_known_of_a_block_moves_with_it_between_host_and_device() -> Non
         manager.touch(keys("ab"))
         manager.end_chain(keys("ab"), ())
     store_leaving(manager, "ab")
+    assert num_again(manager) == 2, "uses that the device has served count"
     for n in range(200):
         other = [OffloadKey(b"%08d" % n)]
         manager.touch(other)

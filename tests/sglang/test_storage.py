@@ -152,30 +152,6 @@ def test_a_call_with_many_pages_is_divided(start: Start) -> None:
     assert loaded(rank, chain) == want
 
 
-def test_two_threads_store_and_load_at_the_same_time(start: Start) -> None:
-    rank = start(mha_pool(pages=2000))
-    pool, errors = rank.pools["kv"], list[str]()
-    chains = [stored(rank, 8, seed) for seed in range(5)]
-
-    def load() -> None:
-        for i in range(40):
-            chain, want = chains[i % len(chains)]
-            if loaded(rank, chain) != want:
-                errors.append(f"chain {i}")
-
-    def store() -> None:
-        for seed in range(40):
-            indices = pool.alloc(32)
-            rank.store(tokens(8, 100 + seed), indices)
-
-    threads = [threading.Thread(target=each) for each in (load, store)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
-
-
 @pytest.mark.parametrize("is_in_the_fingerprint", [True, False])
 def test_ranks_do_not_read_what_others_have_stored(
     is_in_the_fingerprint: bool, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -761,20 +761,17 @@ def one_by_one(engine: Engine, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def service(engine: Engine, config: dict[str, Any]) -> dict[str, Any]:
-    """Runs two rounds, and a prefill for a remote decoder, while events are published."""
+    """Runs two rounds while events are published."""
     scheduler, events = engine.scheduler, list[list[str]]()
     publisher = scheduler.kv_event_publisher
     publisher.publish = lambda batch: events.extend(map(_event, batch.events))
     outputs = [engine.round(), engine.round()]
     state = engine.state()
-    announced = [event for event in events if event]
-    remote = _remote_decode(engine)
     return {
         "outputs": outputs,
-        "events": announced,
+        "events": [event for event in events if event],
         "recomputes_failed_loads": scheduler.recompute_kv_load_failures,
         "policy": engine.llm.llm_engine.vllm_config.kv_transfer_config.kv_load_failure_policy,
-        "remote": remote,
         **state,
     }
 
@@ -783,19 +780,6 @@ def _event(event: Any) -> list[str]:
     """Returns kind, medium and hashes of a stored or removed event, or an empty list for other events."""
     hashes = getattr(event, "block_hashes", None)
     return [] if hashes is None else [type(event).__name__, event.medium, *map(repr, hashes)]
-
-
-def _remote_decode(engine: Engine) -> dict[str, Any]:
-    """Runs a prefill for a remote decoder, and then a request with all of its tokens."""
-    prompt = engine.prompts[0][: 4 * BLOCK_SIZE + 5]
-    extra = {"kv_transfer_params": {"do_remote_decode": True}}
-    ((tokens, _),) = engine.round([prompt], extra_args=extra)
-    state = engine.state()
-    engine.llm.reset_prefix_cache()
-    whole = [*prompt, *tokens]
-    engine.round([whole], max_tokens=1)
-    records = engine.state()["records"]
-    return {"tokens": len(whole), "host_tokens": records[-1]["host_tokens"], "state": state, "records": records}
 
 
 def broken(engine: Engine, config: dict[str, Any]) -> dict[str, Any]:

@@ -119,7 +119,6 @@ class TestOneRank:
     def test_outputs_are_identical(self, killed: Killed, expected: list[Any]) -> None:
         service = killed.acts["service"]
         check(service, expected)
-        assert_at_rest(service["remote"]["state"])
         assert service["preemptions"] > 0
         assert_counted(service, "host_hit_tokens", "load_bytes", "tier_write_blocks:disk")
         assert killed.acts["rounds, failing"]["async_scheduling"]
@@ -160,14 +159,9 @@ class TestOneRank:
         assert service["policy"] == "recompute"
         assert service["recomputes_failed_loads"] is True
 
-    def test_a_remote_decoder_finds_the_whole_prefill(self, killed: Killed) -> None:
-        remote = killed.acts["service"]["remote"]
-        # The last token sampled has no KV.
-        assert remote["host_tokens"] == (remote["tokens"] - 1) // BLOCK_SIZE * BLOCK_SIZE
-
     def test_the_recorded_trace_has_one_line_per_request(self, killed: Killed) -> None:
-        trace, records = read_trace(killed.trace), killed.acts["service"]["remote"]["records"]
-        assert trace.num_requests > len(records) > 20
+        trace, records = read_trace(killed.trace), killed.acts["service"]["records"]
+        assert trace.num_requests > len(records) == 20
         asked = sorted(record["tokens_asked"] for record in records)
         assert not Counter(asked) - Counter(trace.input_tokens.tolist())
         assert trace.block_tokens == BLOCK_SIZE
