@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from vllm_harness import DEADLINE_S, POOL, Run, Runner, assert_at_rest, differences, found, with_disk
 
-from kvoffload.connector.adapters import UNREADABLE, Adapter, AdapterNeed
+from kvoffload.connector.adapters import DROPPED, UNREADABLE, Adapter, AdapterNeed
 from tests.lazy import lazily
 from tests.scale import SCALE
 
@@ -384,6 +384,19 @@ def test_every_value_of_an_adapter_counts() -> None:
     seen.add(adapters_module.digest_of(adapter))
     assert len(seen) == 2 + 8 + 2
     assert adapters_module.digest_of(Lora(1)) == right != adapters_module.digest_of(Lora(1), 1), "another rank"
+
+
+def test_adapters_are_those_that_are_loaded() -> None:
+    manager = Manager()
+    watch = adapters_module.WorkerAdapters(manager)
+    manager.loaded = {1: Lora(1), 2: Lora(2)}
+    assert watch.changes() == {1: adapters_module.digest_of(Lora(1)), 2: adapters_module.digest_of(Lora(2))}
+    assert watch.changes() == {}
+    manager.loaded = {1: Lora(3)}
+    assert watch.changes() == {1: adapters_module.digest_of(Lora(3)), 2: DROPPED}
+    assert fits(watch, need(3))
+    assert fits(watch, need(1, 3))
+    assert not fits(watch, need(1))
 
 
 def test_an_adapter_that_is_not_loaded_is_read_while_its_files_stay_the_same(
