@@ -53,16 +53,6 @@ def test_walk_matches_the_reference(machine: str, seed: int) -> None:
 # The tracker
 
 
-def test_tables_stay_bounded_over_many_requests() -> None:
-    manager = make_filter(max_tracker_size=100)
-    for n in range(10_000):
-        manager.lookup([b"%d" % n, b"shared"], ReqContext(str(n)))
-    manager.check_integrity()
-    assert manager.prepare_store([b"shared"]) is not None
-    manager.complete_store([b"shared"])
-    assert manager.lookup([b"shared"]) == 1
-
-
 def test_requests_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "MAX_SEEN_REQUESTS", 10)
     reuse = ReuseFilter(store_threshold=3)
@@ -79,28 +69,6 @@ def test_requests_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
 )
 def test_the_tracker_of_a_large_pool_is_larger(num_blocks: int, tracked: int) -> None:
     assert tracker_size(num_blocks) == tracked
-
-
-def hits_of_rounds(num_blocks: int, tracked: int) -> int:
-    """Blocks found in the last of three rounds over three quarters of a pool."""
-    manager = make_filter(num_blocks, max_tracker_size=tracked)
-    chains = [[b"%d/%d" % (chain, i) for i in range(8)] for chain in range(num_blocks * 3 // 32)]
-    found = 0
-    for number in range(3):
-        for n, chain in enumerate(chains):
-            context = ReqContext(f"{number}/{n}")
-            manager.touch(chain, context)
-            found += (manager.lookup(chain, context) or 0) * (number == 2)
-            output = manager.prepare_store(chain, context)
-            assert output is not None
-            manager.complete_store(output.keys_to_store, context)
-    return found
-
-
-def test_what_the_pool_has_room_for_is_met_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "MIN_TRACKER_SIZE", 10)
-    assert hits_of_rounds(320, tracked=10) == 0, "as with any tracker that is smaller than the working set"
-    assert hits_of_rounds(320, tracked=tracker_size(320)) == 240
 
 
 # Parts of one request

@@ -146,21 +146,6 @@ def test_a_shadow_is_the_plain_algorithm(rule: Rule, seed: int) -> None:
         assert shadows.known() == plain.off_device + plain.on_device
 
 
-@pytest.mark.parametrize("rule", TEXTBOOK, ids=lambda rule: rule.name)
-@pytest.mark.parametrize("seed", range(4))
-def test_requests_served_at_once_are_the_plain_algorithm(rule: Rule, seed: int) -> None:
-    rng = random.Random(seed)
-    capacity = rng.randint(20, 40)
-    manager, plain = with_rule(capacity, rule), ReferenceShadows(capacity, 0, (rule,))
-    found = expected = 0
-    for chain in chains(rng, 30, 200):
-        found += serve(manager, chain)
-        expected += plain.access(chain)[0]
-    assert expected > 100
-    # The policy remembers a little more, and ``admit`` does not know how much of a full cache belongs to the request.
-    assert abs(found - expected) <= (0.0 if rule.share is None else 0.08) * expected
-
-
 def run(rule_or_auto: Rule | None, requests: list[list[int]], num_blocks: int) -> tuple[int, PolicyOffloadingManager]:
     manager = make_auto(num_blocks) if rule_or_auto is None else with_rule(num_blocks, rule_or_auto)
     return sum(serve(manager, chain) for chain in requests), manager
@@ -226,16 +211,6 @@ def test_a_refused_block_is_not_written_and_the_record_says_why() -> None:
     assert manager.explain_miss(key(5007)).reason is MissReason.NOT_ADMITTED
     serve(manager, new)
     assert manager.lookup([key(name) for name in new]) == 8, "at second sight it is stored"
-
-
-def test_above_a_lower_tier_nothing_is_refused() -> None:
-    manager = with_rule(10, BY_NAME["2q"], must_store=True)
-    for i in range(6):
-        serve(manager, [100 * i, 100 * i + 1])
-        serve(manager, [100 * i, 100 * i + 1])
-    new = list(range(5000, 5008))
-    serve(manager, new)
-    assert manager.lookup([key(name) for name in new]) == 8
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)

@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kvoffload.abc import OffloadKey
@@ -16,7 +15,7 @@ from kvoffload.cache.policies.auto import AutoPolicy
 from kvoffload.cache.policies.tournament import RULES
 from kvoffload.cache.slots import HostBackend
 from kvoffload.native import load
-from kvoffload.native.reference import GAP_CLASSES, NUM_AGES, TICKS_PER_S, ReturnRates
+from kvoffload.native.reference import TICKS_PER_S, ReturnRates
 from tests.cache.reference_auto import Fixed
 
 BY_NAME = {rule.name: rule for rule in RULES}
@@ -138,29 +137,6 @@ def test_the_value_is_returns_per_time_in_the_best_time_to_come(make: Callable[[
     assert rates.value(1, 0) < now[0] / TICKS_PER_S
     rates.update(1.0)
     assert rates.value(1, 0) * TICKS_PER_S == pytest.approx(now[0])
-
-
-@pytest.mark.skipif(native is None, reason="there is no native code")
-def test_both_versions_learn_the_same_values() -> None:
-    assert native is not None
-    rng = np.random.default_rng(0)
-    plain, other = ReturnRates(), native.ReturnRates()
-    for _ in range(3000):
-        gap, age, returned = int(rng.integers(GAP_CLASSES)), int(2 ** rng.uniform(0, 45)), bool(rng.random() < 0.3)
-        for each in (plain, other):
-            each.add(gap, age, returned)
-            each.wait(gap, age // 2)
-            if age % 50 == 0:
-                each.update(0.9)
-    ages = [int(2 ** (i / 4)) for i in range(4 * NUM_AGES)]
-    assert [plain.value(g, age) for g in range(GAP_CLASSES) for age in ages] == [
-        other.value(g, age) for g in range(GAP_CLASSES) for age in ages
-    ]
-    for gap in (-1, GAP_CLASSES):
-        with pytest.raises(IndexError):
-            other.value(gap, 0)
-        with pytest.raises(IndexError):
-            other.add(gap, 0, True)
 
 
 @pytest.mark.parametrize("time", [float("nan"), float("inf"), -1.0, 1e300])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -179,28 +179,3 @@ def test_random_requests_evict_what_was_dropped_and_only_that(policy: str, seed:
             cache.manager.reset()
             model.leave(list(model.owner))
     assert num_early > 20
-
-
-LIES: dict[str, Callable[[random.Random], Hints]] = {
-    "drops always": lambda rng: Hints(A, drop=True),
-    "names the sessions of others": lambda rng: Hints(rng.randint(B, B + 5), drop=True),
-    "has no session": lambda rng: Hints(drop=True),
-}
-
-
-@pytest.mark.parametrize("lie", LIES)
-def test_a_liar_cannot_make_blocks_of_others_leave(lie: str) -> None:
-    """It uses the prompts that all share, and prompts of its own."""
-    rng = random.Random(7)
-    cache = Cache(24)
-    own = keys("uvwxyz")
-    shared = keys("ab")
-    cache.run(shared, Hints(B))
-    cache.run(shared, Hints(B + 1))
-    for i in range(300):
-        is_liar = i % 2
-        tail = own[: rng.randint(1, 6)] if is_liar else [bytes([rng.randrange(40)]) * 36 for _ in range(3)]
-        cache.manager.take_counts()
-        gone = cache.run([*shared, *dict.fromkeys(tail)], LIES[lie](rng) if is_liar else Hints(B + i % 5))
-        assert set(gone[: cache.num_early]) <= set(own)
-    assert cache.manager.lookup(shared) == 2

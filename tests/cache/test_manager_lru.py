@@ -24,7 +24,6 @@ from kvoffload.cache.manager import LRUOffloadingManager, PolicyOffloadingManage
 from kvoffload.cache.policies.lru import LRUPolicy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.testing.conformance import keys
-from tests.native.twins import COLLIDING
 from tests.suites.reference import ReferenceLRUManager
 from tests.suites.stateful import WALK_SEEDS, manager_machine, walk
 
@@ -106,13 +105,6 @@ def test_walk_matches_the_reference(seed: int) -> None:
 
 def test_long_walk_matches_the_reference() -> None:
     walk(Machine, seed=0, num_blocks=64, num_steps=1500)
-
-
-@pytest.mark.parametrize("num_blocks", [5, 40])
-def test_walk_with_keys_that_share_a_bucket(num_blocks: int) -> None:
-    machine = manager_machine(make_lru, ReferenceLRUManager, make_key=COLLIDING.__getitem__)
-    for seed in range(3):
-        walk(machine, seed, num_blocks)
 
 
 CORRUPTIONS: dict[str, Callable[[LRUOffloadingManager], object]] = {

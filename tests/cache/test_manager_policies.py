@@ -154,25 +154,6 @@ def used_three_times(manager: OffloadingManager, number: int) -> None:
     manager.touch(key)
 
 
-def test_only_the_head_of_a_long_new_chain_is_stored_if_its_tail_would_be_evicted_for_it() -> None:
-    manager = make_manager("arc", 20)
-    # All blocks have been used again and have returned, so that new ones have little room.
-    for number in [*range(22)] * 3:
-        used_three_times(manager, number)
-    manager.touch(keys(CHAIN))
-    output = manager.prepare_store(keys(CHAIN))
-    assert output is not None
-    stored = letters(output.keys_to_store)
-    assert CHAIN.startswith(stored)
-    assert 0 < len(stored) < len(CHAIN)
-    manager.complete_store(output.keys_to_store)
-    # Refused blocks are remembered as if they had been stored and evicted.
-    manager.touch(keys(CHAIN))
-    again = manager.prepare_store(keys(CHAIN))
-    assert again is not None
-    assert len(again.keys_to_store) > 0
-
-
 @pytest.mark.parametrize("asked", [False, True], ids=["new", "asked for before"])
 def test_blocks_behind_a_refused_block_are_remembered_like_it(asked: bool) -> None:
     stored = []

@@ -21,12 +21,6 @@ def table_bytes(memory: MissMemory) -> int:
     return sum(value.nbytes for value in vars(memory).values() if hasattr(value, "nbytes"))
 
 
-def colliding(entries: int) -> tuple[bytes, bytes]:
-    """Returns two keys that share a place in a table of ``entries``."""
-    first = key(0)
-    return first, next(k for k in map(key, range(1, 10**6)) if not (hash(k) ^ hash(first)) & (entries - 1))
-
-
 @pytest.mark.parametrize("reason", list(MissReason))
 def test_a_reason_is_remembered_with_its_age(reason: MissReason) -> None:
     clock = Clock()
@@ -36,16 +30,6 @@ def test_a_reason_is_remembered_with_its_age(reason: MissReason) -> None:
     clock.now = 12.5
     assert memory.explain(key(1)) == memory.explain(key(2)) == Miss(reason, 2.5)
     assert memory.explain(key(3)) == NEVER
-
-
-def test_if_two_keys_share_a_place_the_older_is_forgotten_and_not_confused() -> None:
-    memory = MissMemory(entries=64, clock=Clock())
-    older, newer = colliding(64)
-    memory.record([older], MissReason.EVICTED)
-    assert memory.explain(newer) == NEVER, "it must not get another key's reason"
-    memory.record([newer], MissReason.RESET)
-    assert memory.explain(older) == NEVER
-    assert memory.explain(newer) == Miss(MissReason.RESET, 0.0)
 
 
 def test_the_memory_never_grows() -> None:

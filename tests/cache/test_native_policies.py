@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
 import sys
 from typing import Any
 
@@ -13,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload.cache.keys import key_hashes, make_offload_key, plain_hash_keys, plain_key_hashes
+from kvoffload.cache.keys import make_offload_key, plain_hash_keys, plain_key_hashes
 from kvoffload.cache.policies.tournament import RULES, PlainShadows
 from kvoffload.native import load, reference
 from tests.native.twins import make_key, same_answer
@@ -43,21 +41,6 @@ def test_hashes_of_every_length_are_the_same_and_every_byte_counts() -> None:
         assert len(set(hashes.tolist())) == size + 1
 
 
-def test_hashes_are_the_same_in_a_process_with_another_seed() -> None:
-    program = "from kvoffload.cache.keys import key_hashes; print(key_hashes([b'k' * 36]).tolist())"
-    seen = {
-        subprocess.run(
-            [sys.executable, "-c", program],
-            env=os.environ | {"PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.strip()
-        for seed in ("1", "2")
-    }
-    assert seen == {str(key_hashes([b"k" * 36]).tolist())}
-
-
 @given(seed=st.integers(0, 2**32))
 def test_hashes_of_python_are_the_same(seed: int) -> None:
     rng = random.Random(seed)
@@ -78,9 +61,6 @@ def test_only_keys_of_bytes_have_a_hash() -> None:
 
 
 # Ghosts.
-
-SMALL = [1, 5, 16, 17, 32]
-capacities = st.sampled_from([*SMALL, 33, 60, 200])
 
 
 class Tables:
@@ -112,23 +92,8 @@ class Tables:
                 table.use(hashes, 100 * self.clock)
 
 
-names = st.lists(st.integers(0, 300), unique=True, max_size=60)
-
-
-@given(capacities, st.lists(st.tuples(st.sampled_from(["add", "add", "remove", "mark"]), names), max_size=20))
-def test_ghosts_are_the_same(capacity: int, script: list[tuple[str, list[int]]]) -> None:
-    tables = Tables(capacity)
-    everything = plain_key_hashes([b"%d" % name for name in range(301)])
-    for call, chosen in script:
-        if call == "add":
-            tables.add(everything[chosen])
-        else:
-            tables.change(everything[chosen], call == "remove")
-        tables.seen(everything)
-
-
-@pytest.mark.parametrize("capacity", [20, 500, 5000])
-def test_ghosts_are_the_same_on_a_long_walk(capacity: int) -> None:
+@pytest.mark.parametrize("capacity", [1, 5, 16, 17, 32, 33, 500, 5000])
+def test_ghosts_are_the_same(capacity: int) -> None:
     tables, rng = Tables(capacity), np.random.default_rng(capacity)
     everything = rng.integers(0, MOST, 4 * capacity, dtype=np.uint64, endpoint=True)
     for step in range(80):
@@ -228,14 +193,6 @@ def values(rates: Any) -> list[float]:
     return [rates.value(gap, age) for gap in range(reference.GAP_CLASSES) for age in reference.AGE_BOUNDS]
 
 
-short_chains = st.lists(st.lists(st.integers(0, 60), max_size=12), max_size=40)
-
-
-@given(st.integers(1, 20), st.integers(0, 20), short_chains)
-def test_shadows_are_the_same(host: int, device: int, chains: list[list[int]]) -> None:
-    follow(both_shadows(host, device), [np.array(chain, dtype=np.uint64) for chain in chains])
-
-
 def long_chains(seed: int, num: int) -> list[np.ndarray]:
     """Returns chains with shared heads, some of which recur, and some of which are longer than a shadow."""
     rng = np.random.default_rng(seed)
@@ -249,8 +206,8 @@ def long_chains(seed: int, num: int) -> list[np.ndarray]:
     return known
 
 
-@pytest.mark.parametrize(("host", "device"), [(40, 0), (40, 200), (300, 0), (300, 40)])
-def test_shadows_are_the_same_on_a_long_walk(host: int, device: int) -> None:
+@pytest.mark.parametrize(("host", "device"), [(1, 0), (1, 1), (5, 20), (40, 0), (40, 200), (300, 0), (300, 40)])
+def test_shadows_are_the_same(host: int, device: int) -> None:
     follow(both_shadows(host, device), long_chains(host + device, 600))
 
 
@@ -292,12 +249,6 @@ def test_native_shadows_refuse_what_they_cannot_take() -> None:
 
 # Keys in order.
 
-letters = st.lists(st.sampled_from([b"%c" % n for n in b"abcdefghijklmnop"]), max_size=20)
-queue_calls = st.one_of(
-    st.tuples(st.sampled_from(["add", "discard", "holds"]), letters),
-    st.tuples(st.just("cut"), st.integers(-1, 12)),
-)
-
 
 def drive(queues: tuple[Any, Any], script: list[tuple[str, Any]]) -> None:
     for name, argument in script:
@@ -306,12 +257,8 @@ def drive(queues: tuple[Any, Any], script: list[tuple[str, Any]]) -> None:
             assert answers[0].tolist() == answers[1].tolist()
         assert list(queues[0]) == list(queues[1])
         assert len(queues[0]) == len(queues[1])
-        assert all((b"%c" % n in queues[0]) == (b"%c" % n in queues[1]) for n in b"abcdefghijklmnop")
-
-
-@given(st.integers(1, 12), st.lists(queue_calls, max_size=30))
-def test_key_queues_are_the_same(limit: int, script: list[tuple[str, Any]]) -> None:
-    drive((reference.KeyQueue(limit), native.KeyQueue(limit)), script)
+        if name != "cut":
+            assert all((key in queues[0]) == (key in queues[1]) for key in argument)
 
 
 def walk_of_a_queue() -> list[tuple[str, Any]]:
@@ -324,8 +271,9 @@ def walk_of_a_queue() -> list[tuple[str, Any]]:
     return script
 
 
-def test_key_queues_are_the_same_on_a_long_walk() -> None:
-    drive((reference.KeyQueue(1000), native.KeyQueue(1000)), walk_of_a_queue())
+@pytest.mark.parametrize("limit", [1, 2, 12, 1000])
+def test_key_queues_are_the_same(limit: int) -> None:
+    drive((reference.KeyQueue(limit), native.KeyQueue(limit)), walk_of_a_queue())
 
 
 class MovesNoMember(reference.KeyQueue):

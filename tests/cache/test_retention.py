@@ -70,25 +70,6 @@ def retain(
     assert manager.retain(keys, of).refusal is None
 
 
-@pytest.mark.parametrize("policy", ["auto", "lru", "arc"])
-def test_a_retained_chain_survives_a_flood_and_leaves_after_its_time(policy: str) -> None:
-    clock = Clock()
-    manager, keys = make(policy=policy, clock=clock), chain("a", 1, 10)
-    retain(manager, keys, 60.0)
-    for name in NAMES:
-        flood(manager, name=name)
-    assert manager.lookup(keys) == 10
-    manager.check_integrity()
-    clock.now += 59.9
-    flood(manager)
-    assert manager.lookup(keys) == 10
-    clock.now += 0.1
-    flood(manager)
-    assert not manager.retention.blocks
-    assert manager.table.num_evictable == manager.table.num_held
-    assert manager.lookup(keys) == 0 or policy == "auto"
-
-
 def test_a_chain_that_is_still_being_written_is_retained_when_it_is_ready() -> None:
     manager, keys = make(), chain("a", 1, 10)
     output = manager.prepare_store(keys, context(60.0))

@@ -79,13 +79,6 @@ def present(of: PolicyOffloadingManager, keys: list[OffloadKey]) -> int:
     return int(np.count_nonzero(of.table.states(keys) == LookupState.HIT))
 
 
-class TestOneTenant(PolicyConformance):
-    """The others alone: as the policy that they are in."""
-
-    def make_policy(self, capacity: int) -> CachePolicy:
-        return make_policy("lru", capacity, Shares((OTHER,), {}, (0,), (capacity,), capacity))
-
-
 class TestThreeTenants(PolicyConformance):
     """The blocks of random calls belong to three tenants, all others to one."""
 
@@ -217,22 +210,15 @@ class Checked:
             self.of.complete_load(self.pins.pop(self.rng.randrange(len(self.pins))))
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_shares_are_kept_at_every_moment(seed: int) -> None:
-    checked = Checked(seed)
-    checked.run(400)
-    assert checked.num_stored > 20
-    assert (checked.of.take_counts().get("early_evictions", 0) > 0) == checked.has_hints
-
-
-def test_the_random_calls_reach_the_limits() -> None:
-    assert sum(_refusals(seed) for seed in range(4)) > 20
-
-
-def _refusals(seed: int) -> int:
-    checked = Checked(seed)
-    checked.run(300)
-    return checked.num_refused
+def test_shares_are_kept_at_every_moment() -> None:
+    num_refused = 0
+    for seed in range(12):
+        checked = Checked(seed)
+        checked.run(400)
+        assert checked.num_stored > 20
+        assert (checked.of.take_counts().get("early_evictions", 0) > 0) == checked.has_hints
+        num_refused += checked.num_refused
+    assert num_refused > 50, "the random calls reach the limits"
 
 
 def test_what_is_left_above_the_guarantees_is_as_equal_as_possible() -> None:

@@ -146,6 +146,7 @@ def test_slots_are_registered_whole_and_in_order_whatever_the_driver_refuses(
     assert len(driver.calls) - len(driver.ranges) <= (CHUNK // SMALLEST).bit_length() + CHUNK.bit_length()
     before = list(driver.ranges)
     registration.release()
+    assert list(driver.ranges) == before, "the pool stays registered until it is closed"
     pool.close()
     assert registration.close()
     assert driver.unregistered == before[::-1], "the last chunk first"

@@ -1,13 +1,13 @@
-"""Tiers that fail, as entries of a configuration."""
+"""A tier that fails, as an entry of a configuration."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from kvoffload.abc import ByteArray, OffloadKey, Slots, States, Tier
+from kvoffload.abc import ByteArray, OffloadKey, Slots, Tier
 from kvoffload.tiers.config import TierConfig, TierContext
 from tests.sim.memory_tier import MemoryTier, StoredBlock
 
@@ -34,18 +34,9 @@ class HangingTier(MemoryTier):
         return taken
 
 
-class RaisingTier(MemoryTier):
-    def contains(self, keys: Sequence[OffloadKey], ahead: Sequence[OffloadKey] = ()) -> States:
-        raise RuntimeError("a bug of the tier")
-
-
 @dataclass(frozen=True, kw_only=True)
-class FaultyConfig(TierConfig):
-    kind = "faulty"
-
-    fault: str
+class HangingConfig(TierConfig):
+    kind = "hanging"
 
     def open(self, context: TierContext) -> Tier:
-        made: dict[str, Any] = {"hangs": HangingTier, "raises": RaisingTier}
-        tier: Tier = made[self.fault](context.pools, BLOCKS)
-        return tier
+        return HangingTier(context.pools, BLOCKS)

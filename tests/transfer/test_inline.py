@@ -9,8 +9,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvoffload.abc import ByteArray, PageGroup, TransferSpec
 from kvoffload.host.pool import padded_slot_bytes
@@ -29,11 +27,6 @@ def noise(*shape: int) -> ByteArray:
 def merged_layers() -> list[ByteArray]:
     """Returns three layers of one array."""
     return list(noise(3, BLOCKS, 16))
-
-
-def separate_layers() -> list[ByteArray]:
-    """Returns layers that were allocated one by one, with pages of different sizes."""
-    return [noise(BLOCKS, page) for page in (16, 8, 24)]
 
 
 def make_pool(views: Sequence[ByteArray], factor: int, num_slots: int = 6) -> ByteArray:
@@ -62,16 +55,6 @@ def test_an_inconsistent_job_fails_and_copies_nothing(is_store: bool, caplog: py
         assert not run(InlineTransfer([PageGroup(views, 2)], pool), job([0, 6], [1, 2, 3, 4]), is_store)
     assert (np.stack(views) == device_before).all()
     assert (pool == pool_before).all()
-
-
-def test_a_result_has_the_number_of_bytes_copied() -> None:
-    views = separate_layers()
-    transfer = InlineTransfer([PageGroup(views)], make_pool(views, 1))
-    transfer.submit(5, job([0, 1], [1, 2]), is_store=True)
-    (result,) = transfer.poll(busy=False)
-    assert (result.job_id, result.ok, result.nbytes) == (5, True, 2 * 48)
-    assert result.seconds >= 0
-    assert transfer.poll(busy=False) == [], "a result is reported once"
 
 
 @pytest.mark.parametrize(("busy", "per_poll"), [(True, 3), (False, 8)])
@@ -164,41 +147,3 @@ def test_layers_live_as_long_as_the_transfer() -> None:
     gc.collect()
     assert all(ref() is not None for ref in alive), "the transfer would copy from freed memory"
     transfer.close()
-
-
-# Random layouts and jobs.
-
-
-@st.composite
-def layouts(draw: st.DrawFn) -> list[ByteArray]:
-    views: list[ByteArray] = []
-    for _ in range(draw(st.integers(1, 3))):
-        layers, page = draw(st.integers(1, 3)), draw(st.integers(1, 9))
-        if draw(st.booleans()):
-            views += list(noise(layers, BLOCKS, page))
-        else:
-            gap = draw(st.integers(0, 3))
-            whole = noise(BLOCKS, layers, page + gap)
-            views += [whole[:, layer, :page] for layer in range(layers)]
-    return views
-
-
-@settings(max_examples=60, deadline=None)
-@given(views=layouts(), factor=st.integers(1, 4), data=st.data())
-def test_round_trip_of_any_layout_and_job(views: list[ByteArray], factor: int, data: st.DataObject) -> None:
-    num_slots = data.draw(st.integers(1, BLOCKS // factor))
-    slots = data.draw(st.permutations(range(6)).map(lambda order: order[:num_slots]).filter(len))
-    n = len(slots) * factor
-    sources = data.draw(st.permutations(range(BLOCKS)))[:n]
-    targets = data.draw(st.permutations(range(BLOCKS)))[:n]
-    skip = data.draw(st.integers(0, factor - 1))
-    end = data.draw(st.integers((len(slots) - 1) * factor + 1, n).filter(lambda end: end > skip))
-    transfer = InlineTransfer([PageGroup(views, factor)], make_pool(views, factor))
-    want = [block(views, i) for i in sources]
-    assert run(transfer, job(slots, sources), is_store=True)
-    for view in views:
-        view[:] = 0
-    assert run(transfer, job(slots, targets[skip:end], first=skip), is_store=False)
-    assert [block(views, i) for i in targets[skip:end]] == want[skip:end]
-    rest = set(range(BLOCKS)) - set(targets[skip:end])
-    assert all(not any(block(views, i)) for i in rest)

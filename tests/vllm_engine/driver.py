@@ -12,6 +12,7 @@ answer, by default MAX_TOKENS), ``engine`` (arguments of ``vllm.LLM`` that diffe
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
@@ -21,7 +22,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any, NoReturn
@@ -37,6 +38,7 @@ MAX_TOKENS = 33
 """A block and the last token, which has no KV: each answer fills one block."""
 PROMPTS = 10
 MAX_STEPS = 20_000
+PAGE = 4096
 SETTLE_DEADLINE_S = 60.0
 WINDOW = 70
 """Window of sliding layers in tokens: more than two blocks, and not a multiple of a block."""
@@ -138,34 +140,6 @@ def make_prompts(n: int = PROMPTS) -> list[list[int]]:
     return prompts
 
 
-class TierJobs:
-    """Counts what the tiers of this process have accepted and not reported yet."""
-
-    def __init__(self) -> None:
-        from kvoffload.tiering.guard import GuardedTier
-
-        self.pending: Counter[tuple[str, bytes, bool]] = Counter()
-        """Number of jobs per tier, key and direction; True is a read."""
-        poll = GuardedTier.poll
-
-        def counting(accept: Callable[..., Any], is_read: bool) -> Callable[..., Any]:
-            def call(tier: Any, keys: Any, slots: Any) -> Any:
-                accepted = accept(tier, keys, slots)
-                self.pending.update((tier.name, key, is_read) for key in accepted)
-                return accepted
-
-            return call
-
-        def counted_poll(tier: Any) -> Any:
-            results = poll(tier)
-            self.pending -= Counter((tier.name, result.key, result.is_read) for result in results)
-            return results
-
-        GuardedTier.read = counting(GuardedTier.read, True)  # type: ignore[method-assign]
-        GuardedTier.write = counting(GuardedTier.write, False)  # type: ignore[method-assign]
-        GuardedTier.poll = counted_poll  # type: ignore[method-assign, assignment]
-
-
 def connector_module(name: str) -> str:
     """Returns the module that defines the connector ``name``."""
     own = {"KVOffloadConnector": "kvoffload.vllm", "CorruptedKVOffloadConnector": "demo.corrupted"}
@@ -183,7 +157,6 @@ class Engine:
         for name in config.get("patches", ()):
             PATCHES[name]()
         self._max_tokens = config.get("max_tokens", MAX_TOKENS)
-        self._tiers = TierJobs()
         from vllm.config import KVEventsConfig
 
         force_async = config.get("force_async", False)
@@ -354,11 +327,11 @@ class Engine:
 
     def settle(self) -> None:
         """Waits until all tiers have read and written what they were given."""
-        deadline = time.monotonic() + SETTLE_DEADLINE_S
-        while self._tiers.pending:
+        deadline, manager = time.monotonic() + SETTLE_DEADLINE_S, self.offload.manager
+        while getattr(manager, "has_transfers", False):
             assert time.monotonic() < deadline, "the tier does not end its reads and writes"
             time.sleep(0.001)
-            self.offload.manager.poll()
+            manager.poll()
 
     def close(self) -> None:
         """Shuts the engine down as a server does."""
@@ -499,25 +472,31 @@ def _allow_blocks_first() -> None:
     nesting.READ_BY_STRIDE.add("CPU_ATTN")
 
 
+def _plant(module: Any, name: str, value: object) -> None:
+    """Replaces what a module uses. A name that it no longer has would leave a control without its fault."""
+    assert hasattr(module, name), f"{module.__name__} has no {name}"
+    setattr(module, name, value)
+
+
 def _expect_another_root() -> None:
     """Simulates a vLLM that chooses the root of its hashes in an unknown way."""
     from kvoffload.vllm import versions
 
-    versions.expected_hash_root = lambda vllm_config: b"another root"
+    _plant(versions, "expected_hash_root", lambda vllm_config: b"another root")
 
 
 def _keep_over_pauses() -> None:
     """Takes vLLM for 0.33, which calls connectors before and after a sleep."""
     from kvoffload.vllm import versions
 
-    versions.keeps_over_pauses = lambda vllm_config: True
+    _plant(versions, "keeps_over_pauses", lambda vllm_config: True)
 
 
 def _offload_sessions() -> None:
     """Offloads sessions with streaming input, whatever the version of vLLM."""
     from kvoffload.vllm import hints
 
-    hints.FIRST_TO_NAME_SESSIONS = "0"
+    _plant(hints, "FIRST_TO_NAME_SESSIONS", "0")
 
 
 KNOWS_FOLLOWING = [True]
@@ -528,16 +507,17 @@ def _may_forget_following() -> None:
     from kvoffload.vllm import connector
     from kvoffload.vllm.hints import following
 
-    vars(connector)["following"] = lambda request, position, n: (
-        following(request, position, n) if KNOWS_FOLLOWING[0] else b""
-    )
+    def may_forget(request: Any, position: int, n: int) -> bytes:
+        return following(request, position, n) if KNOWS_FOLLOWING[0] else b""
+
+    _plant(connector, "following", may_forget)
 
 
 def _blind_adapters() -> None:
     """Gives all adapters the same digest."""
     from kvoffload.vllm import adapters as watched
 
-    watched.digest_of = lambda model, rank=0: b"the same"
+    _plant(watched, "digest_of", lambda model, rank=0: b"the same")
 
 
 def _shrink_staging() -> None:
@@ -546,14 +526,19 @@ def _shrink_staging() -> None:
     from kvoffload.tiering.bridge import BridgeSettings
     from kvoffload.vllm import secondary_tier
 
-    vars(secondary_tier)["BridgeSettings"] = functools.partial(BridgeSettings, staging_bytes=0)
+    _plant(secondary_tier, "BridgeSettings", functools.partial(BridgeSettings, staging_bytes=0))
 
 
 def _accept_any_bytes() -> None:
     """Plants a bug: blocks from disk are accepted whatever their checksums are."""
     from kvoffload.tiers.disk import blockio
+    from kvoffload.tiers.disk.format import payload_checksums
 
-    vars(blockio)["are_damaged"] = lambda header, keys, blocks, checksums: np.zeros(len(keys), bool)
+    class Equal(np.ndarray):
+        def __ne__(self, other: object) -> Any:
+            return np.zeros(len(self), bool)
+
+    _plant(blockio, "payload_checksums", lambda *arguments: payload_checksums(*arguments).view(Equal))
 
 
 PATCHES: dict[str, Callable[[], None]] = {
@@ -727,7 +712,6 @@ def cache_policies(config: dict[str, Any]) -> dict[str, Any]:
         "schedules": policy_schedules.random_schedules(config["seeds"], config["steps"]),
         "control": policy_schedules.is_careless_seen(config["seeds"], config["steps"]),
         "chains": policy_schedules.chains(),
-        "one_use": policy_schedules.one_use(),
         "one_by_one": [policy_schedules.one_by_one(num_chunks) for num_chunks in (64, 512)],
         "starts_over": policy_schedules.starts_over(),
         "keeps_failing": policy_schedules.keeps_failing(),
@@ -777,20 +761,17 @@ def one_by_one(engine: Engine, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def service(engine: Engine, config: dict[str, Any]) -> dict[str, Any]:
-    """Runs two rounds, and a prefill for a remote decoder, while events are published."""
+    """Runs two rounds while events are published."""
     scheduler, events = engine.scheduler, list[list[str]]()
     publisher = scheduler.kv_event_publisher
     publisher.publish = lambda batch: events.extend(map(_event, batch.events))
     outputs = [engine.round(), engine.round()]
     state = engine.state()
-    announced = [event for event in events if event]
-    remote = _remote_decode(engine)
     return {
         "outputs": outputs,
-        "events": announced,
+        "events": [event for event in events if event],
         "recomputes_failed_loads": scheduler.recompute_kv_load_failures,
         "policy": engine.llm.llm_engine.vllm_config.kv_transfer_config.kv_load_failure_policy,
-        "remote": remote,
         **state,
     }
 
@@ -799,19 +780,6 @@ def _event(event: Any) -> list[str]:
     """Returns kind, medium and hashes of a stored or removed event, or an empty list for other events."""
     hashes = getattr(event, "block_hashes", None)
     return [] if hashes is None else [type(event).__name__, event.medium, *map(repr, hashes)]
-
-
-def _remote_decode(engine: Engine) -> dict[str, Any]:
-    """Runs a prefill for a remote decoder, and then a request with all of its tokens."""
-    prompt = engine.prompts[0][: 4 * BLOCK_SIZE + 5]
-    extra = {"kv_transfer_params": {"do_remote_decode": True}}
-    ((tokens, _),) = engine.round([prompt], extra_args=extra)
-    state = engine.state()
-    engine.llm.reset_prefix_cache()
-    whole = [*prompt, *tokens]
-    engine.round([whole], max_tokens=1)
-    records = engine.state()["records"]
-    return {"tokens": len(whole), "host_tokens": records[-1]["host_tokens"], "state": state, "records": records}
 
 
 def broken(engine: Engine, config: dict[str, Any]) -> dict[str, Any]:
@@ -825,62 +793,24 @@ def broken(engine: Engine, config: dict[str, Any]) -> dict[str, Any]:
     return {"outputs": [engine.round()], **engine.state()}
 
 
-def aborts(engine: Engine, config: dict[str, Any]) -> dict[str, Any]:
-    """Aborts one request in each stage of its life while others continue, with half of the blocks in the pool."""
-    from vllm.v1.request import RequestStatus
-
-    engine.round(engine.prompts[: PROMPTS // 2])
-    engine.drain()
-    engine.llm.reset_prefix_cache()
-    core, names = engine.llm.llm_engine, [f"r{i}" for i in range(PROMPTS)]
-    for i, (name, prompt) in enumerate(zip(names, engine.prompts, strict=True)):
-        # Other acts may have left all blocks in the pool.
-        extra_args = {} if i < PROMPTS // 2 else NOT_OFFLOADED
-        core.add_request(name, {"prompt_token_ids": prompt}, engine.sampling(extra_args=extra_args))
-
-    def stage(request: Any) -> str | None:
-        if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
-            return "loading"
-        if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
-            return "preempted" if request.num_preemptions else "waiting"
-        if request.status == RequestStatus.RUNNING:
-            return "prefilling" if request.num_computed_tokens < request.num_prompt_tokens else "decoding"
-        return None
-
-    aborted: dict[str, str] = {}
-    answers: dict[str, Any] = {}
-    for _ in range(MAX_STEPS):
-        if not core.has_unfinished_requests():
-            break
-        for request in list(engine.scheduler.requests.values()):
-            seen, name = stage(request), request.request_id.split("-")[0]
-            if seen is not None and seen not in aborted and name not in aborted.values():
-                aborted[seen] = name
-                core.abort_request([name])
-                break
-        for output in core.step():
-            if output.finished and output.outputs[0].finish_reason == "length":
-                answers[output.request_id] = answer(output)
-    outputs = [answers.get(name) for name in names]
-    return {"outputs": outputs, "aborted": aborted, **engine.state()}
-
-
 def storm(engine: Engine, config: dict[str, Any]) -> dict[str, Any]:
     """Runs ``requests`` random requests by ``seed``. Some are aborted, some ask for remote decode, and caches are reset
-    while they run. Answers are [index of the prompt, answer]."""
+    while they run; with ``keeps_connector`` only that of the device. ``flips``: the chance per step that bytes of a
+    file in ``folder`` change. Answers are [index of the prompt, answer]."""
     random = Random(config["seed"])
     core = engine.llm.llm_engine
     resets = [
         engine.llm.reset_prefix_cache,
         lambda: engine.llm.reset_prefix_cache(reset_connector=True),
         engine.scheduler.connector.reset_cache,
-    ]
+    ][: 1 if config.get("keeps_connector") else None]
     live: dict[str, int] = {}
     answers: list[Any] = []
     arrived = aborted = 0
+    options = config.get("connector")
     for step in range(MAX_STEPS):
-        if arrived < config["requests"] and len(live) < 12 and random.random() < 0.25:
-            index, name = random.randrange(PROMPTS), f"s{arrived}"
+        if arrived < config["requests"] and len(live) < 12 and random.random() < config.get("arrivals", 0.25):
+            index, name = random.randrange(len(engine.prompts)), f"s{arrived}"
             remote = {"kv_transfer_params": {"do_remote_decode": random.random() < 0.15}}
             sampling = engine.sampling(max_tokens=random.choice([1, 3, 20, MAX_TOKENS]), extra_args=remote)
             core.add_request(name, {"prompt_token_ids": engine.prompts[index]}, sampling)
@@ -893,23 +823,35 @@ def storm(engine: Engine, config: dict[str, Any]) -> dict[str, Any]:
             aborted += 1
         if random.random() < 0.01:
             random.choice(resets)()
-        if "disk_dir" in config["connector"] and random.random() < 0.3:
+        if "flips" in config and random.random() < config["flips"]:
+            _change_a_page(Path(config["folder"]), random)
+        if options is not None and "disk_dir" in options and random.random() < 0.3:
             # This bounds the steps that a job of the disk takes, however fast this machine runs steps.
             engine.settle()
         finished = [output for output in core.step() if output.finished and output.request_id in live]
         answers += [[live.pop(output.request_id), answer(output)] for output in finished]
-        if step % 50 == 0:
+        if options is not None and step % 50 == 0:
             engine.offload.manager.check_integrity()
         if arrived == config["requests"] and not live:
             break
-    return {"answers": answers, "aborted": aborted, "left": len(live), **engine.state()}
+    state = engine.tier_state() if options is None else engine.state()
+    return {"answers": answers, "aborted": aborted, "left": len(live), **state}
 
 
-def tier_storm(engine: Engine, config: dict[str, Any]) -> dict[str, Any]:
-    """Runs a storm on vLLM's own connector: see ``tier_storm``."""
-    import tier_storm
-
-    return tier_storm.run_storm(engine, config)
+def _change_a_page(folder: Path, random: Random) -> None:
+    """Changes the highest byte of each sixteenth float in a random page of a random file."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size >= PAGE)
+    if not paths:
+        return
+    path = random.choice(paths)
+    page = random.randrange(path.stat().st_size // PAGE)
+    # Files may disappear while this runs.
+    with contextlib.suppress(FileNotFoundError), path.open("r+b") as file:
+        file.seek(page * PAGE)
+        raw = np.frombuffer(file.read(PAGE), np.uint8).copy()
+        raw[3::64] ^= 0x5A
+        file.seek(page * PAGE)
+        file.write(raw.tobytes())
 
 
 def sleeps(engine: Engine, config: dict[str, Any]) -> dict[str, Any]:
@@ -1023,11 +965,6 @@ def _naps(engine: Engine, config: dict[str, Any], handshake: Callable[[], None])
     def update(seed: int) -> None:
         engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(directories[seed])})
 
-    def change_one() -> None:
-        model = core.engine_core.engine_core.model_executor.driver_worker.get_model()
-        weights = next(weights for name, weights in model.named_parameters() if "layers.0" in name and "norm" in name)
-        weights.data[7] += 3
-
     def nap(name: str, asleep: Callable[[], Any] = int, awake: Callable[[], Any] = int) -> None:
         engine.drain()
         engine.settle()
@@ -1043,8 +980,6 @@ def _naps(engine: Engine, config: dict[str, Any], handshake: Callable[[], None])
     nap("others", asleep=lambda: update(1))
     life.play("right 1", extra_args=NOT_OFFLOADED)
     nap("others, again")
-    nap("one weight", asleep=change_one)
-    life.play("right, one weight", extra_args=NOT_OFFLOADED)
     nap("others, right after waking", awake=lambda: update(0))
     life.play("right 0", extra_args=NOT_OFFLOADED)
     nap("reset, after waking", awake=engine.scheduler.connector.reset_cache)
@@ -1153,55 +1088,35 @@ def swapped(engine: Engine, config: dict[str, Any]) -> dict[str, Any]:
 def sessions(engine: Engine, config: dict[str, Any]) -> dict[str, Any]:
     """Runs sessions with streaming input of two inputs each. A session drops the token that it has sampled after the
     first, which completes a block, when the second comes. Then asks for prompts that begin with the first input and
-    that token: "plain", "again", and "right" if everything is computed.
-
-    ``meanwhile``: "waiting": such a prompt was looked up before the first input was computed, and gets device blocks
-    after the second. "preempted": a request of the first input alone samples that token, loses its device blocks and
-    gets others; the prompts begin with what it has sampled. ``ask``: prompts for which an engine without sessions is
-    asked."""
+    that token: "plain", "again", and "right" if everything is computed. ``ask``: prompts for which an engine without
+    sessions is asked."""
     random, prompts = Random(3), list[list[int]](config.get("ask", []))
-    core, meanwhile, refused = engine.llm.llm_engine, config.get("meanwhile"), set[str]()
-    manager = engine.scheduler.kv_cache_manager
-    allocate = manager.allocate_slots
-    manager.allocate_slots = lambda request, *args, **kwargs: (
-        None if request.request_id in refused else allocate(request, *args, **kwargs)
-    )
+    core = engine.llm.llm_engine
 
-    def send(name: str, tokens: list[int], resumable: bool = True, **sampling: Any) -> Any:
+    def send(name: str, tokens: list[int], resumable: bool = True) -> Any:
         """Sends an input as AsyncLLM does, and returns the request."""
-        inputs = {"prompt_token_ids": list(tokens)}, engine.sampling(**{"max_tokens": 1, **sampling})
+        inputs = {"prompt_token_ids": list(tokens)}, engine.sampling(max_tokens=1)
         made = core.input_processor.process_inputs(name, *inputs, core.get_supported_tasks(), resumable=resumable)
         core.engine_core.add_request(made)
         return engine.scheduler.requests.get(name)
 
-    def step(request: Any, until: Callable[[Any], bool]) -> None:
-        while not until(request):
+    def step_until_it_waits(request: Any) -> None:
+        while request.status.name != "WAITING_FOR_STREAMING_REQ":
             core.step()
 
     firsts = [random.choices(range(5, 500), k=blocks * BLOCK_SIZE - 1) for blocks in config.get("blocks", ())]
     answers = engine.round(firsts, max_tokens=1, extra_args=NOT_OFFLOADED) if firsts else []
     assert engine.llm.reset_prefix_cache()
     for i, (first, (sampled, _)) in enumerate(zip(firsts, answers, strict=True)):
-        session, other = f"session {i}", f"other {i}"
         then, more = (random.choices(range(5, 500), k=k) for k in (40, 60))
-        prompt = [*first, *sampled, *more]
-        request = send(session, first)
-        if meanwhile == "waiting":
-            refused.add(other)
-            waiting = send(other, prompt, resumable=False)
-        step(request, lambda each: each.status.name == "WAITING_FOR_STREAMING_REQ")
+        request = send(f"session {i}", first)
+        step_until_it_waits(request)
         assert request.all_token_ids[-1:] == sampled
-        send(session, then)
-        step(request, lambda each: each.status.name == "WAITING_FOR_STREAMING_REQ")
-        if meanwhile == "preempted":
-            waiting = send(other, first, resumable=False, max_tokens=50)
-            step(waiting, lambda each: each.num_output_tokens == 3)
-            refused.add(other)
-            step(waiting, lambda each: each.status.name == "PREEMPTED")
-        refused.clear()
-        send(session, [0], resumable=False)
+        send(f"session {i}", then)
+        step_until_it_waits(request)
+        send(f"session {i}", [0], resumable=False)
         engine.drain()
-        prompts.append([*waiting.all_token_ids, *more] if meanwhile else prompt)
+        prompts.append([*first, *sampled, *more])
     life = _Life(engine)
     # A version that keeps the hashes answers wrongly itself here. What it computes behind such blocks must not be kept.
     life.play("from the device", prompts=prompts, reset=False)
@@ -1253,76 +1168,34 @@ def adapters(engine: Engine, config: dict[str, Any]) -> dict[str, Any]:
     return life.result()
 
 
-def retained(engine: Engine, config: dict[str, Any]) -> dict[str, Any]:
-    """Asks prompts whose blocks are to be retained for ``seconds``, then as many others as fill the host pool
-    ``floods`` times, then the first ones again, without the device's cache: in each of ``rounds``. ``found`` has the
-    tokens of each prompt that were found the second time, ``wrong`` how many answers changed. ``kept``: the blocks that
-    are still charged a second after the time of a last retention of one second."""
-    offload, rng = engine.offload, np.random.default_rng(7)
-    host = getattr(offload.manager, "host", offload.manager)
-    size, found, wrong = 6 * BLOCK_SIZE + 3, [], 0
-
-    def ask(prompts: list[list[int]], **options: Any) -> list[Any]:
-        assert engine.llm.reset_prefix_cache()
-        answers = []
-        for i, prompt in enumerate(prompts):
-            params = {"kvoffload": {"session": f"s{i}", **options}} if options else {}
-            answers += engine.round([prompt], extra_args={"kv_transfer_params": params}, max_tokens=4)
-            engine.drain()
-        return answers
-
-    def flood() -> None:
-        per_round = 8
-        for _ in range(int(config["floods"] * host.num_blocks) // (per_round * 12) + 1):
-            others = rng.integers(5, 500, size=(per_round, 12 * BLOCK_SIZE + 1)).tolist()
-            engine.round(others, max_tokens=1)
-        engine.drain()
-
-    for _ in range(config["rounds"]):
-        prompts = rng.integers(5, 500, size=(config["sessions"], size)).tolist()
-        options = {"retain_s": config["seconds"]} if config["seconds"] else {}
-        right = ask(prompts, **options)
-        flood()
-        again = ask(prompts, **({"retain_s": 0} if options else {}))
-        found += [record.host_tokens for record in list(offload.records)[-len(prompts) :]]
-        wrong += sum(one[0] != other[0] for one, other in zip(right, again, strict=True))
-    ask(prompts[:1], session="another", retain_s=1.0)
-    time.sleep(2.0)
-    kept = sum(n for name, n in offload.metrics.snapshot().items() if name.startswith("tenant_retained_blocks:"))
-    return {"found": found, "wrong": wrong, "kept": kept, "expected": size // BLOCK_SIZE, **engine.state()}
-
-
 def endless(engine: Engine, config: dict[str, Any]) -> NoReturn:
-    """Asks the first prompt, then random ones, two at a time, until the process is killed. Writes a line of JSON per
-    answer to the file ``said``: ``cached`` has the tokens that were not computed."""
-    random = Random(config.get("seed", 0))
-    if not config.get("multiprocessing"):
-        engine.forget()
+    """Asks the first prompt, then random ones, until the process is killed. Writes a line to the file ``said`` per
+    answer."""
+    random, index = Random(0), 0
+    engine.forget()
     with open(config["said"], "w") as said:
-        for number in itertools.count():
-            chosen = [random.randrange(len(engine.prompts)) for _ in range(2)] if number else [0]
-            prompts = [{"prompt_token_ids": engine.prompts[i]} for i in chosen]
-            outputs = engine.llm.generate(prompts, engine.sampling(), use_tqdm=False)
-            for index, output in zip(chosen, outputs, strict=True):
-                line = {"prompt": index, "answer": answer(output), "cached": output.num_cached_tokens or 0}
-                print(json.dumps(line), file=said, flush=True)
-    raise AssertionError("not reached")
+        while True:
+            engine.round([engine.prompts[index]])
+            print(f"answered prompt {index}", file=said, flush=True)
+            index = random.randrange(len(engine.prompts))
 
 
-class _Speculative:
-    """The part of a speculative config that the adapter reads before it refuses it."""
+@dataclass
+class Speculative:
+    """The part of vLLM's speculative config that says how far a drafter looks ahead."""
 
-    def __init__(self, method: str) -> None:
-        self.method = method
+    method: str
+    modules: int = 1
+    num_speculative_tokens: int = 3
 
     def use_eagle(self) -> bool:
-        return self.method == "eagle"
+        return self.method in ("eagle", "mtp", "dflash", "dspark")
+
+    def use_multi_module_mtp(self) -> bool:
+        return self.modules > 1
 
     def use_eagle_block_drop(self) -> bool:
         return self.use_eagle()
-
-    def use_multi_module_mtp(self) -> bool:
-        return False
 
 
 def configurations(config: dict[str, Any]) -> dict[str, Any]:
@@ -1414,7 +1287,7 @@ def configurations(config: dict[str, Any]) -> dict[str, Any]:
                 before.append((part, key, getattr(part, key)))
                 makers: dict[str, Callable[[Any], Any]] = {
                     "multimodal_config": lambda v: MultiModalConfig(**v),
-                    "speculative_config": _Speculative,
+                    "speculative_config": Speculative,
                 }
                 setattr(part, key, makers[key](value) if key in makers else value)
             if case.get("own"):
@@ -1472,14 +1345,10 @@ SCENARIOS = {
         one_by_one,
         service,
         broken,
-        aborts,
         storm,
-        tier_storm,
         sleeps,
-        swapped,
         sessions,
         adapters,
-        retained,
         endless,
     )
 }

@@ -217,7 +217,6 @@ class Clients:
         from openai import AsyncOpenAI
 
         self._client = AsyncOpenAI(**server.access)
-        self._ended = False
         self.answers: list[tuple[list[int], list[Any]]] = []
         """Prompts and their answers."""
         self._loop = asyncio.new_event_loop()
@@ -227,19 +226,8 @@ class Clients:
 
     async def _ask(self, prompts: Iterable[list[int]]) -> None:
         for prompt in prompts:
-            if self._ended:
-                return
             response = await self._client.completions.create(**self._server.request(prompt, None, {}))
             self.answers.append((prompt, _answer(response)))
-
-    def end(self) -> None:
-        """Stops the clients, after the requests in progress are answered. Raises the errors of requests."""
-        self._ended = True
-        try:
-            for asking in self._asking:
-                asking.result(DEADLINE_S)
-        finally:
-            self.hang_up()
 
     def hang_up(self) -> None:
         """Closes all connections without waiting for answers."""

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 from vllm_harness import (
-    DEADLINE_S,
     PARALLEL,
     TWO_RANKS,
     Runner,
@@ -19,13 +16,10 @@ from vllm_harness import (
     corrupt,
     differences,
     disk_tokens,
-    eventually,
     found,
     with_disk,
     wrong_of_storm,
 )
-
-from demo.process import kill_session
 
 pytestmark = [pytest.mark.vllm, pytest.mark.soak]
 
@@ -92,25 +86,3 @@ def test_hashes_with_an_unexpected_root_switch_the_disk_tier_off(
     assert result["metrics"]["tier_off:disk"] == 1
     assert result.log.count("TIER IS OFF") == 1
     assert "set PYTHONHASHSEED=0" in result.log
-
-
-def test_a_directory_serves_one_server_at_a_time(run: Runner, expected: list[Any], tmp_path: Path) -> None:
-    """A second server is refused while the first one lives. After that is killed, the next one finds its blocks."""
-    directory, said = tmp_path / "disk", tmp_path / "said"
-    acts = {"endless": {"said": str(said)}}
-    first, result = run.start(acts, multiprocessing=True, connector=with_disk(directory))
-    try:
-        assert eventually(lambda: (said.exists() and said.read_text()) or first.poll() is not None, DEADLINE_S)
-        # It uses no CPU time until it is killed.
-        os.killpg(first.pid, signal.SIGSTOP)
-        assert first.poll() is None, result.with_suffix(".log").read_text()[-6000:]
-        second, result = run.start("rounds", connector=with_disk(directory))
-        assert second.wait(DEADLINE_S) != 0
-        log = result.with_suffix(".log").read_text()
-        assert f"ConfigError: disk_dir={str(directory)!r}: in use by process" in log
-        assert "give each server its own directory" in log
-    finally:
-        kill_session(first)
-    third = run("rounds", connector=with_disk(directory))
-    check(third, expected)
-    assert found(third) > 0

@@ -4,7 +4,6 @@ worker that copies on a CPU: the second and third column of docs/engines.md."""
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from driver import make_prompts
-from test_vllm_versions import OVERLAYS
+from test_vllm_versions import OVERLAYS, in_front
 from vllm_harness import DEADLINE_S, GEMMA3, PARALLEL, TWO_RANKS, Run, Runner, differences, with_lfm2
 
 from kvoffload.abc import KVGroup
@@ -189,8 +188,7 @@ def test_servers_of_one_and_of_two_ranks_share_blocks(
 @pytest.mark.soak
 @pytest.mark.parametrize("version", OVERLAYS)
 def test_other_versions(run: Runner, version: str, expected: list[Any], tmp_path: Path) -> None:
-    paths = [str(OVERLAYS[version]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    overlaid = {"environment": {"PYTHONPATH": os.pathsep.join(paths), "VLLM_USE_V2_MODEL_RUNNER": "0"}}
+    overlaid = {"environment": {"PYTHONPATH": in_front(version), "VLLM_USE_V2_MODEL_RUNNER": "0"}}
     options = with_tier(SMALL, tier=disk(tmp_path / "disk"))
     result = run("offloading", prompts=6, rounds=["", "again"], offloading=options, **overlaid)
     assert result["vllm"].startswith(version)

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
-from driver import BLOCK_SIZE, NOT_OFFLOADED, write_model
+from driver import BLOCK_SIZE, NOT_OFFLOADED, Speculative, write_model
 from vllm_harness import POOL, Run, Runner, assert_at_rest, check
 
 from tests.deploy.service_links import manifests, variables
@@ -118,21 +118,6 @@ def test_tokens_are_described_by_all_that_stands_in_their_place() -> None:
     assert len({following(request, 2, 2) for request in requests}) == len(requests)
     assert len({following(request, 0, 1) for request in requests[:4]}) == 1, "these begin with the same token"
     assert following(FakeRequest([0, 0, *tokens]), 4, 2) == following(FakeRequest(tokens), 2, 2)
-
-
-@dataclass
-class Speculative:
-    """The part of vLLM's speculative config that says how far a drafter looks ahead."""
-
-    method: str
-    modules: int = 1
-    num_speculative_tokens: int = 3
-
-    def use_eagle(self) -> bool:
-        return self.method in ("eagle", "mtp", "dflash", "dspark")
-
-    def use_multi_module_mtp(self) -> bool:
-        return self.modules > 1
 
 
 @pytest.mark.parametrize(

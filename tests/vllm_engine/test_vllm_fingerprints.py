@@ -12,6 +12,7 @@ from kvoffload.tiers.identity import describe_difference
 pytestmark = pytest.mark.vllm
 
 DISK = POOL | {"disk_dir": "/var/cache/kvoffload", "disk_bytes": "1GiB"}
+TIERS = POOL | {"tiers": [{"kind": "disk", "dir": "/var/cache/kvoffload", "bytes": "1GiB"}]}
 QUANTIZED = {
     "quant_method": "compressed-tensors",
     "format": "int-quantized",
@@ -46,6 +47,12 @@ def images(**settings: Any) -> dict[str, Any]:
 
 def of_options(**options: Any) -> dict[str, Any]:
     return {"options": DISK | options}
+
+
+def longrope(max_model_len: int) -> dict[str, Any]:
+    rope = {"rope_type": "longrope"}
+    changes = {"model_config.hf_config.rope_parameters": rope, "model_config.max_model_len": max_model_len}
+    return {"changes": changes}
 
 
 OTHERS: dict[str, dict[str, Any]] = {
@@ -86,6 +93,14 @@ OTHERS: dict[str, dict[str, Any]] = {
         "flags": {"load_format": "tensorizer"},
         **of_options(model_fingerprint="v3"),
     },
+    "a hash seed": {"changes": {"PYTHONHASHSEED": "1"}},
+    "another hash seed": {"changes": {"PYTHONHASHSEED": "2"}},
+    "a hash algorithm": {"flags": {"prefix_caching_hash_algo": "sha256_cbor"}},
+    "a fast algorithm and a seed": {
+        "changes": {"cache_config.prefix_caching_hash_algo": "xxhash", "PYTHONHASHSEED": "1"}
+    },
+    "a length with scaling factors of its own": longrope(64),
+    "another length with scaling factors of its own": longrope(128),
     # This must be last, because vLLM never undoes it.
     "a class for the model": {
         "flags": {"model_class_overrides": {"LlamaForCausalLM": "vllm.model_executor.models.llama:LlamaForCausalLM"}}
@@ -107,6 +122,8 @@ SAME: dict[str, tuple[str, dict[str, Any]]] = {
     "another chat template": ("plain", {"files": {"chat_template.jinja": "{{ x }}"}}),
     "other ports": ("plain", {"environment": {"VLLM_PORT": "12345", "VLLM_NIXL_SIDE_CHANNEL_PORT": "6789"}}),
     "other processors": ("plain", {"environment": {"VLLM_CPU_OMP_THREADS_BIND": "0"}}),
+    "the disk in its long form": ("plain", {"options": TIERS}),
+    "another path of the model": ("plain", {"changes": {"model_config.hf_config._name_or_path": "/somewhere/else"}}),
     "another host_bytes": ("plain", of_options(host_bytes="32MiB")),
     "another image limit": ("images", images(limit_per_prompt={"image": 3}, mm_processor_cache_gb=1)),
 }

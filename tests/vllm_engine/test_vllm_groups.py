@@ -13,12 +13,10 @@ from typing import Any
 import pytest
 from driver import SHORT
 from vllm_harness import (
-    GEMMA3,
     POOL,
     Run,
     Runner,
     assert_at_rest,
-    cases,
     check,
     differences,
     with_disk,
@@ -63,27 +61,23 @@ def test_corrupted_bytes_change_outputs(acts: dict[str, Run], gemma3_expected: l
 
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
-    "slow copies, chunked prefill, arc": {
-        "connector": POOL | {"policy": "arc"},
-        "slow": 1,
-        "engine": {"max_num_batched_tokens": 96},
-    },
     "blocks of several device blocks, no prefix caching": {
         "connector": POOL | {"block_size_factor": 3},
         "slow": 2,
         "engine": {"enable_prefix_caching": False},
     },
-    "asynchronous scheduling, a small pool": {
-        "connector": {"host_bytes": "4MiB"},
+    "asynchronous scheduling, failing copies, a small pool": {
+        "connector": {"host_bytes": "4MiB", "policy": "arc"},
         "slow": 3,
+        "failing": 0.4,
         "force_async": True,
         "engine": {"num_gpu_blocks_override": 27},
     },
-    "failing copies": {"connector": POOL, "failing": 0.7},
 }
 
 
-@pytest.mark.parametrize("config", cases(CONFIGURATIONS, soak=CONFIGURATIONS))
+@pytest.mark.soak
+@pytest.mark.parametrize("config", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
 def test_outputs_are_identical(run: Runner, gemma3_expected: list[Any], config: dict[str, Any]) -> None:
     result = run("rounds", rounds=3, **with_gemma3(**config))
     check(result, gemma3_expected)
@@ -148,7 +142,6 @@ class TestSleep:
         answers, counts = naps["answers"], naps["counts"]
         for name, right in [
             ("others", "right 1"),
-            ("one weight", "right, one weight"),
             ("others, right after waking", "right 0"),
             ("reset, after waking", "right 0"),
         ]:
@@ -157,7 +150,6 @@ class TestSleep:
             assert counts[name]["tier_hit_tokens:disk"] == 0, name
             assert counts[name]["host_hit_tokens"] < counts["same"]["host_hit_tokens"] / 2, name
             assert counts[name]["load_failures"] == counts[name]["weight_changes"] == 0
-        assert len(differences(answers["right 1"], answers["right, one weight"])) > 0
 
     def test_weights_that_are_not_compared_after_a_sleep_give_wrong_answers(self, acts: dict[str, Run]) -> None:
         """The control."""
@@ -194,10 +186,3 @@ def test_a_second_scheduler_half_would_be_noticed(run: Runner) -> None:
     result = run("sleeps", **config, connector=pool, connector_class="ForgetfulKVOffloadConnector")
     assert wrong_answers(result, run.right("llama", max_tokens=48)) != []
     assert not set(result["answered"]) <= set(result["recorded"])
-
-
-@pytest.mark.soak
-def test_a_corrupted_window_alone_changes_outputs(run: Runner, gemma3_expected: list[Any]) -> None:
-    """Without blocks in one piece, as a CPU has them by default."""
-    result = run("rounds", **GEMMA3, connector=POOL, connector_class="CorruptedKVOffloadConnector")
-    assert len(differences(result["outputs"][1], gemma3_expected)) == len(gemma3_expected)

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from vllm_harness import (
-    DEADLINE_S,
     LFM2,
     PARALLEL,
     POOL,
@@ -54,7 +53,7 @@ ACTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def acts(run: Runner) -> dict[str, Run]:
-    connector = {"host_bytes": "4MiB", "policy": "arc"}
+    connector = {"host_bytes": "4MiB", "policy": "arc", "canonical_layout": True}
     return run.play(ACTS, **with_lfm2(connector=connector, force_async=True))
 
 
@@ -86,6 +85,7 @@ class TestShortConvolutions:
             "vLLM's model runner for CPUs fills blocks with zeros after fences"
         )
         assert f"set --prefix-cache-retention-interval {BLOCK_SIZE} to keep them" in result.log
+        assert "canonical_layout has no effect: layers with states have none." in result.log
 
     def test_corrupted_states_change_outputs(self, acts: dict[str, Run], lfm2_expected: list[Any]) -> None:
         """The control."""
@@ -153,12 +153,3 @@ def test_two_ranks_and_a_restart_from_disk(run: Runner, tmp_path: Path) -> None:
     second = run("rounds", rounds=1, **config)
     check(second, expected)
     assert disk_tokens(second) > 0
-
-
-@pytest.mark.soak
-def test_without_prefix_caching_the_server_ends_with_the_fix(run: Runner) -> None:
-    child, result = run.start("rounds", **with_lfm2(connector=POOL, engine={"enable_prefix_caching": False}))
-    assert child.wait(DEADLINE_S) != 0
-    said = result.with_suffix(".log").read_text()
-    assert "ConfigError: mamba_cache_mode='none'" in said
-    assert "turn prefix caching on" in said

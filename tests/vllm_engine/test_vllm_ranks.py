@@ -20,7 +20,6 @@ from vllm_harness import (
     DEADLINE_S,
     FEW,
     GEMMA3,
-    LFM2,
     PARALLEL,
     POOL,
     TOLERANCE,
@@ -144,16 +143,12 @@ def test_an_engine_whose_second_node_is_killed_ends(run: Runner, tmp_path: Path)
 # Several groups on tensor-parallel ranks are in test_vllm_hybrids too.
 @pytest.mark.soak
 @pytest.mark.parametrize("parallel", PARALLEL)
-@pytest.mark.parametrize("kind", ["llama", "gemma3"])
-def test_two_ranks(run: Runner, kind: str, parallel: str, expected: list[Any], gemma3_expected: list[Any]) -> None:
-    engine, config = PARALLEL[parallel], {**SLOW, "environment": TWO_RANKS}
-    if kind == "gemma3":
-        # In a pipeline two steps may be in progress, which need more blocks.
-        blocks = {"num_gpu_blocks_override": 28} if parallel == "pipeline" else {}
-        result = run("rounds", rounds=4, **with_gemma3(**config, engine=engine | blocks))
-    else:
-        result = run("rounds", rounds=3, prompts=FEW, **config, engine=engine)
-    check(result, gemma3_expected if kind == "gemma3" else expected[:FEW])
+def test_two_ranks(run: Runner, parallel: str, gemma3_expected: list[Any]) -> None:
+    # In a pipeline two steps may be in progress, which need more blocks.
+    blocks = {"num_gpu_blocks_override": 28} if parallel == "pipeline" else {}
+    config = with_gemma3(**SLOW, environment=TWO_RANKS, engine=PARALLEL[parallel] | blocks)
+    result = run("rounds", rounds=4, **config)
+    check(result, gemma3_expected)
     assert result["preemptions"] > 0
     assert_counted(result, *FAILING)
 
@@ -226,10 +221,3 @@ def test_nothing_else_is_found(run: Runner, tmp_path: Path, options: dict[str, A
     result = server(run, tmp_path / "disk", "tensor", options=same | options, **config)
     assert_at_rest(result.result)
     assert (found(result), disk_tokens(result)) == (0, 0)
-
-
-@pytest.mark.soak
-def test_layers_with_states_keep_their_layout(run: Runner) -> None:
-    result = run("rounds", rounds=1, **LFM2, connector=POOL | {"canonical_layout": True})
-    assert "canonical_layout has no effect: layers with states have none." in result.log
-    assert_at_rest(result.result)

@@ -147,65 +147,24 @@ CHANGES: dict[str, dict[str, Any]] = {
 """Changes to the configuration, where no argument sets it or vLLM itself refuses the argument on a CPU."""
 
 
-SHARES: dict[str, dict[str, Any]] = {
-    "given by vLLM": {"parallel_config.data_parallel_size": 2, "parallel_config.data_parallel_size_local": 2},
-    "known from another setting": {
-        "parallel_config.data_parallel_index": 1,
-        "parallel_config.elastic_ep_max_dp_size": 2,
-    },
-    "given by the user with an external load balancer": {
-        "parallel_config.data_parallel_size": 2,
-        "parallel_config.data_parallel_size_local": 1,
-        "options": {"engines_per_node": 2},
-    },
-    "given by the user": {"parallel_config.data_parallel_index": 1, "options": {"engines_per_node": 2}},
-    "the second engine with an external load balancer": {
-        "parallel_config.data_parallel_size": 4,
-        "parallel_config.data_parallel_size_local": 1,
-        "parallel_config.data_parallel_index": 3,
-        "options": {"engines_per_node": 2},
-    },
-    "the second engine of the second node": {
-        "parallel_config.data_parallel_index": 3,
-        "parallel_config.data_parallel_rank_local": 1,
-        "options": {"engines_per_node": 2},
-    },
-    "two ranks": {"parallel_config.world_size": 2},
+SHARES: dict[str, tuple[dict[str, Any], dict[str, Any], list[int]]] = {
+    "given by vLLM": ({"data_parallel_size": 2, "data_parallel_size_local": 2}, {}, [0, 2]),
+    "known from another setting": ({"data_parallel_index": 1, "elastic_ep_max_dp_size": 2}, {}, [0, 2]),
+    "given by the user": ({"data_parallel_index": 1}, {"engines_per_node": 2}, [1, 2]),
+    "the second engine with an external load balancer": (
+        {"data_parallel_size": 4, "data_parallel_size_local": 1, "data_parallel_index": 3},
+        {"engines_per_node": 2},
+        [1, 2],
+    ),
+    "the second engine of the second node": (
+        {"data_parallel_index": 3, "data_parallel_rank_local": 1},
+        {"engines_per_node": 2},
+        [1, 2],
+    ),
+    "two ranks": ({"world_size": 2}, {}, [0, 1]),
 }
-"""Cases in which each engine or rank has half of host_bytes."""
-ENGINES = {
-    "given by vLLM": [0, 2],
-    "known from another setting": [0, 2],
-    "given by the user with an external load balancer": [0, 2],
-    "the second engine with an external load balancer": [1, 2],
-    "the second engine of the second node": [1, 2],
-    "given by the user": [1, 2],
-    "two ranks": [0, 1],
-}
-"""Per case, the index of the engine on its node, and the number of engines there."""
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "a hash seed": {"PYTHONHASHSEED": "1"},
-    "another hash seed": {"PYTHONHASHSEED": "2"},
-    "a hash algorithm": {"cache_config.prefix_caching_hash_algo": "sha256_cbor"},
-    "a fast algorithm and a seed": {"cache_config.prefix_caching_hash_algo": "xxhash", "PYTHONHASHSEED": "1"},
-    "a length with scaling factors of its own": {
-        "model_config.hf_config.rope_parameters": {"rope_type": "longrope"},
-        "model_config.max_model_len": 64,
-    },
-    "another length with scaling factors of its own": {
-        "model_config.hf_config.rope_parameters": {"rope_type": "longrope"},
-        "model_config.max_model_len": 128,
-    },
-}
-"""Settings that change the bytes or the hashes of blocks."""
-SAME: dict[str, dict[str, Any]] = {
-    "the same settings": {},
-    "another max_model_len": {"model_config.max_model_len": 64},
-    "the disk in its long form": {"options": TIERS},
-    "another path of the model": {"model_config.hf_config._name_or_path": "/somewhere/else"},
-}
-"""Settings that do not."""
+"""Cases in which each engine or rank has half of host_bytes: fields of vLLM's parallel_config, options, and the index
+of the engine on its node with the number of engines there."""
 
 
 @pytest.fixture(scope="module")
@@ -214,18 +173,15 @@ def said(run: Runner) -> Run:
         name: {"options": options, "flags": FLAGS.get(name), "changes": CHANGES.get(name, {})}
         for name, (options, _) in CASES.items()
     }
-    for name, changes in {**SHAPES, **SAME}.items():
-        cases[name] = {"options": changes.pop("options", DISK), "changes": changes}
-    for name, changes in SHARES.items():
-        cases[name] = {"options": POOL | changes.pop("options", {}), "changes": changes}
+    for name, (fields, options, _) in SHARES.items():
+        changes = {f"parallel_config.{field}": value for field, value in fields.items()}
+        cases[name] = {"options": POOL | options, "changes": changes}
     cases["states"] = {"options": POOL, "changes": {"kv_cache": "mamba, aligned"}}
     changes = {"others": EXAMPLE, "scheduler_config.disable_hybrid_kv_cache_manager": True}
     cases["beside another"] = {"options": POOL, "changes": changes}
     cases["a similar version number"] = {"options": POOL, "changes": {"version": "0.320.0"}}
     later = {"options": POOL, "changes": {"version": "0.99.1"}}
-    return run(
-        "configurations", cases={"right": {"options": POOL}, "with a disk": {"options": DISK}, **cases, "later": later}
-    )
+    return run("configurations", cases={"right": {"options": POOL}, **cases, "later": later})
 
 
 def test_a_right_configuration_is_accepted(said: Run) -> None:
@@ -243,24 +199,10 @@ def test_states_at_boundaries_are_accepted(said: Run) -> None:
 
 
 @pytest.mark.parametrize("case", SHARES)
-def test_host_bytes_is_shared_out(said: Run, case: str) -> None:
+def test_host_bytes_is_shared_out_and_engines_are_numbered(said: Run, case: str) -> None:
     assert said["said"][case] is None
     assert said["blocks"][case] == said["blocks"]["right"] // 2 > 0
-
-
-@pytest.mark.parametrize("case", ENGINES)
-def test_engines_of_a_node_are_numbered(said: Run, case: str) -> None:
-    assert said["engines"][case] == ENGINES[case]
-
-
-def test_settings_that_shape_blocks_change_the_fingerprint(said: Run) -> None:
-    fingerprints = [said["fingerprints"][case] for case in ("with a disk", *SHAPES)]
-    assert len(set(fingerprints)) == len(fingerprints)
-
-
-@pytest.mark.parametrize("case", SAME)
-def test_other_settings_do_not(said: Run, case: str) -> None:
-    assert said["fingerprints"][case] == said["fingerprints"]["with a disk"]
+    assert said["engines"][case] == SHARES[case][2]
 
 
 def test_an_untested_version_is_served_with_a_warning(said: Run) -> None:

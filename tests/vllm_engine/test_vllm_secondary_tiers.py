@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_vllm_versions import OVERLAYS
+from test_vllm_versions import OVERLAYS, in_front
 from vllm_harness import DEADLINE_S
 
 from kvoffload.tiering import bridge_thread
@@ -216,9 +216,8 @@ class TestDisk(SecondaryTierConformance):
 @pytest.mark.parametrize("version", OVERLAYS)
 def test_another_version_of_vllm(version: str) -> None:
     """Ours passes, and vLLM's own fail the same tests."""
-    path = os.pathsep.join([str(OVERLAYS[version]), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    environment = os.environ | {"PYTHONPATH": path, "KVOFFLOAD_TEST_SCALE": "1"}
+    environment = os.environ | {"PYTHONPATH": in_front(version), "KVOFFLOAD_TEST_SCALE": "1"}
     child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
     assert child.returncode == 0, child.stdout
 

@@ -32,6 +32,13 @@ pytestmark = pytest.mark.vllm
 FIRST_TO_NAME_SESSIONS = "0.32"
 """See ``kvoffload.vllm.hints``."""
 OVERLAYS = {path.name: path for path in sorted((Path(sys.prefix) / "overlays").glob("*")) if path.name >= TESTED[0]}
+
+
+def in_front(version: str) -> str:
+    """Returns the PYTHONPATH with which a process imports that version."""
+    return os.pathsep.join([str(OVERLAYS[version]), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 RUNNERS = {"0.33": ("0", "1")}
 """Versions of which both of vLLM's model runners are run: the second is the usual one on a GPU from 0.33 on. It runs in
 Triton's interpreter."""
@@ -64,8 +71,7 @@ def version(case: tuple[str, str]) -> str:
 def overlaid(case: tuple[str, str]) -> dict[str, Any]:
     """Returns the options with which a child uses that version."""
     version, runner = case
-    paths = [str(OVERLAYS[version]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {"PYTHONPATH": os.pathsep.join(paths), "VLLM_USE_V2_MODEL_RUNNER": runner}
+    environment = {"PYTHONPATH": in_front(version), "VLLM_USE_V2_MODEL_RUNNER": runner}
     if runner == "0":
         return {"environment": environment}
     smaller = {"max_tokens": 12} if SCALE <= 1 else {}
@@ -114,14 +120,13 @@ def test_a_check_that_fails_switches_offloading_off(acts: dict[str, Run]) -> Non
 
 @pytest.mark.soak
 @pytest.mark.parametrize("unlimited", [False, True])
-@pytest.mark.parametrize("meanwhile", [None, "waiting", "preempted"])
 def test_tokens_that_a_session_drops_name_no_blocks(
-    run: Runner, overlaid: dict[str, Any], version: str, meanwhile: str | None, unlimited: bool, tmp_path: Path
+    run: Runner, overlaid: dict[str, Any], version: str, unlimited: bool, tmp_path: Path
 ) -> None:
     """Neither in the process of the sessions nor in the next one. The control: a version that keeps their block hashes
     gives wrong answers if sessions are offloaded."""
     config = {"connector": with_disk(tmp_path), "patches": ["offloads sessions"] if unlimited else []}
-    first = run("sessions", **overlaid | config, blocks=[1, 2, 3], meanwhile=meanwhile)
+    first = run("sessions", **overlaid | config, blocks=[1, 2, 3])
     second = run("sessions", **overlaid | config, ask=first["prompts"])
     for result in (first, second):
         for name in ("plain", "again"):

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -47,14 +47,6 @@ DISK_BYTES = 32 << 20
 FOUND = re.compile(r"found ([\d,]+) blocks of this model there")
 POOL = {"host_bytes": "64MiB"}
 """Options with room for all blocks of the driver's prompts."""
-
-
-def cases(values: Mapping[str, Any], soak: Collection[str]) -> list[Any]:
-    """Returns parameters of a test. Those that are named in ``soak`` are tried by ``make soak`` only."""
-    assert set(soak) <= set(values)
-    return [
-        pytest.param(value, id=name, marks=pytest.mark.soak if name in soak else ()) for name, value in values.items()
-    ]
 
 
 TWO_RANKS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}

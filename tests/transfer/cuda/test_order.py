@@ -26,8 +26,8 @@ from kvoffload.transfer.cuda.pages import PageTable, page_table
 from kvoffload.transfer.cuda.transfer import CudaTransfer
 from tests.transfer.cuda.calls import NOT_READY, SUCCESS, WrappedDevice
 from tests.transfer.cuda.emulator import trials
-from tests.transfer.cuda.emulator.trials import Broken, FailsOnce, Fault, Trial
-from tests.transfer.cuda.test_emulator import MOST_SEEDS, UncheckedDevice, plain_plan, trials_until_caught
+from tests.transfer.cuda.emulator.trials import FailsOnce, Fault, Trial
+from tests.transfer.cuda.test_emulator import UncheckedDevice, trials_until_caught
 
 pytestmark = pytest.mark.skipif(load("_transfer") is None, reason="needs native code")
 
@@ -305,13 +305,7 @@ def test_changed_bytes_of_other_ranks_are_found(emulator_library: Path, monkeypa
         return dataclasses.replace(table, runs=tuple(runs))
 
     monkeypatch.setattr(trials, "page_table", one_byte_more)
-    for seed in range(MOST_SEEDS):
-        try:
-            Trial(emulator_library, seed, plain_plan(seed), UncheckedDevice()).run()
-        except Broken as broken:
-            if "slots were changed" in str(broken):
-                return
-    raise AssertionError(f"{MOST_SEEDS} trials have not found the fault")
+    trials_until_caught(emulator_library, UncheckedDevice(), says="slots were changed")
 
 
 class NoEnd(FailsOnce):
@@ -330,12 +324,4 @@ def test_an_error_after_which_nothing_is_waited_for_is_found(emulator_library: P
     class WithoutEnd(Trial):
         fails_once = NoEnd
 
-    def is_found(seed: int) -> bool:
-        try:
-            WithoutEnd(emulator_library, seed, dataclasses.replace(plain_plan(seed), fault=Fault.ONCE)).run()
-        except Broken as broken:
-            print(f"seed {seed}: {broken}")
-            return True
-        return False
-
-    assert any(map(is_found, range(MOST_SEEDS)))
+    trials_until_caught(emulator_library, trials.make_device, kind=WithoutEnd, fault=Fault.ONCE)

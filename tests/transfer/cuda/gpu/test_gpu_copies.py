@@ -13,7 +13,6 @@ import pytest
 from benchmarks.gpu import cuda
 from benchmarks.gpu.rig import (
     Layout,
-    Ready,
     Rig,
     block_numbers,
     make_views,
@@ -23,7 +22,6 @@ from benchmarks.gpu.rig import (
 )
 from kvoffload.abc import PageGroup
 from kvoffload.transfer.copies import Numbers
-from kvoffload.transfer.cuda.limits import Limits
 from kvoffload.transfer.cuda.slots import Unregistered
 from tests.transfer.cuda.calls import WrappedDevice
 
@@ -88,40 +86,6 @@ def test_pages_that_are_not_multiples_of_16_bytes(page: int) -> None:
 
 
 @pytest.mark.parametrize("layout", [Layout.MERGED, Layout.PACKED])
-def test_more_bytes_than_chunks_in_flight_hold(layout: Layout) -> None:
-    limits = Limits(chunk_bytes=16 * LAYERS * PAGE)
-    num_blocks = 16 * 4 * limits.in_flight
-    group = PageGroup(make_views(layout, LAYERS, num_blocks, PAGE))
-    order = np.random.default_rng(0).permutation(num_blocks)
-    with rig([group], num_blocks, limits=limits) as r:
-        round_trip(r, order.tolist(), order[::-1].tolist())
-
-
-def test_many_jobs_of_several_groups_in_one_step() -> None:
-    groups = [
-        PageGroup(make_views(Layout.MERGED, 2, 256, 4096)),
-        PageGroup(make_views(Layout.PACKED, 3, 256, 512)),
-        PageGroup([*make_views(Layout.SEPARATE, 2, 256, 2048), *make_views(Layout.SEPARATE, 2, 256, 64)]),
-    ]
-    with rig(groups, 3 * 64) as r:
-        numbers = np.random.default_rng(1).permutation(256)[:64]
-        rows = [random_rows(64, group.device_block_bytes) for group in groups]
-        for g, each in enumerate(rows):
-            r.write(g, numbers, each)
-        slots = np.random.default_rng(2).permutation(3 * 64)
-        lists = [(slots[3 * i : 3 * i + 3], [numbers[i : i + 1]] * 3) for i in range(64)]
-        jobs = [r.store(*each) for each in lists]
-        assert all(r.result(job).ok for job in jobs)
-        for g in range(3):
-            r.fill(g, numbers, BEFORE)
-        r.transfer.before_forward()
-        jobs = [r.load(*each) for each in lists]
-        assert all(r.result(job).ok for job in jobs)
-        for g, each in enumerate(rows):
-            assert np.array_equal(r.rows(g, numbers), each)
-
-
-@pytest.mark.parametrize("layout", [Layout.MERGED, Layout.PACKED])
 def test_blocks_of_a_cache_of_40_gib(layout: Layout, request: pytest.FixtureRequest) -> None:
     """Addresses within a cache, and within one layer, do not fit 32 bits."""
     nbytes, page = 40 << 30, 64 << 10
@@ -165,14 +129,6 @@ def test_unregistered_memory_never_goes_to_the_driver(layout: Layout) -> None:
         devices[1].region = (int(r.slots.ctypes.data), r.slots.nbytes)
         round_trip(r, BLOCK_LISTS, [5, 2, 7, 0, 1, 3])
         assert devices[1].num_inside > 0, "the copies of this test are not seen"
-
-
-def test_slots_become_ready_one_by_one() -> None:
-    group = PageGroup(make_views(Layout.MERGED, LAYERS, BLOCKS, PAGE))
-    growing = Ready(0, boundary_slots=4)
-    with rig([group], 8, registration=growing) as r:
-        for growing.num_ready_slots in (0, 1, 3, 6, 8):
-            round_trip(r, BLOCK_LISTS, [5, 2, 7, 0, 1, 3])
 
 
 def test_copies_across_two_registrations() -> None:

@@ -157,17 +157,3 @@ def test_a_load_waits_for_the_fence_of_a_store_of_the_same_blocks(ordered: bool)
         assert r.result(first).ok
         assert np.array_equal(stored(r), ROWS) is ordered
         assert np.array_equal(r.rows(0, CHOSEN), other)
-
-
-def test_a_block_is_stored_and_overwritten_again_and_again() -> None:
-    """An engine that never waits on the host: each store has the bytes of its own step."""
-    with rig([group_of(Layout.MERGED)], 64) as r:
-        jobs = []
-        for step in range(64):
-            r.fill(0, CHOSEN, step)
-            jobs.append(r.store(block_numbers([step]), CHOSEN[:1]))
-            r.transfer.before_forward()
-            r.transfer.wait(jobs[-1:], CHOSEN.tolist())
-            r.poll()
-        assert all(r.result(job).ok for job in jobs)
-        assert (r.slots[:, : LAYERS * PAGE] == np.arange(64)[:, None]).all()

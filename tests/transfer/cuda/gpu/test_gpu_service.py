@@ -94,16 +94,6 @@ def test_a_thread_that_does_not_relax_its_mode_breaks_a_capture(real_device: Non
     assert done.stdout.strip() == "failed", done.stderr
 
 
-def test_a_job_with_a_bad_block_number_fails_alone() -> None:
-    with rig([group_of()], 8) as r:
-        bad, good = (
-            r.store(block_numbers([0]), block_numbers([BLOCKS])),
-            r.store(block_numbers([1]), block_numbers([1])),
-        )
-        assert not r.result(bad).ok
-        assert r.result(good).ok
-
-
 class FailsLater(WrappedDevice):
     """A planted fault: some launches work, later ones fail."""
 
@@ -146,10 +136,3 @@ def test_a_transfer_is_closed_while_it_copies() -> None:
             r.store(np.arange(256), np.arange(256))
         r.transfer.before_forward()
     check_that_the_device_works()
-
-
-def test_a_closed_pool_is_not_registered_any_more() -> None:
-    with registered_pool(8, 1 << 20) as (_pool, registration):
-        assert registration.num_ready_slots == 8
-        registration.release()
-    assert registration.close()
