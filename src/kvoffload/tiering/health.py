@@ -148,9 +148,14 @@ class CircuitBreaker:
         """When a transfer last ended, or when the first of those under way began."""
 
     @property
+    def is_tested(self) -> bool:
+        """Whether one block is transferred as a test, or will be as soon as there is one."""
+        return self.state is BreakerState.HALF_OPEN and self.num_hangs < MAX_HANGS
+
+    @property
     def may_test(self) -> bool:
         """Whether one block may be transferred as a test."""
-        return self.state is BreakerState.HALF_OPEN and self._test is None and self.num_hangs < MAX_HANGS
+        return self.is_tested and self._test is None
 
     @property
     def has_fault(self) -> bool:

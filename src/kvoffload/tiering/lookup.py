@@ -276,6 +276,9 @@ def states_below(
             is_news = states[asked] == MISS
             states[asked[is_news]] = answers[is_news]
             sources[asked[is_news & (answers == HIT)]] = tier.index
+        elif search.awaited is not None and tier.tier.is_shared and tier.read_health.is_tested:
+            # A server to which all requests are handed over may have no other blocks to test the tier with.
+            states = _until_handed_over(search, search.awaited, tier, keys, states)
     search.is_unanswered |= bool((states == RETRY).any())
     return states, sources
 
