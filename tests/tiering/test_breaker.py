@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvoffload.abc import Ability, Awaited, LookupState, OffloadKey, ReqContext, TierError, TierResult
+from kvoffload.abc import Ability, Awaited, LookupState, Need, OffloadKey, ReqContext, TierError, TierResult
 from kvoffload.tiering.health import (
     FAILURE_PERIOD_S,
     JITTER,
@@ -256,6 +256,20 @@ def test_a_tier_is_tested_with_what_is_handed_over_since_there_may_be_nothing_el
     assert rig.manager.lookup(keys, context) is None
     rig.settle()
     assert rig.manager.lookup(keys, context) == 2
+
+
+def test_a_tier_is_tested_with_any_block_of_a_lookup_that_it_holds() -> None:
+    """Of the states that lookups name, few were kept."""
+    rig = Rig(host_blocks=64, tier_blocks=100)
+    keys = chain("x", 4)
+    rig.store_below(keys[2:3])
+    pause(rig)
+    rig.tier.reads.clear()
+    half_open(rig)
+    assert not rig.manager.lookup_each(keys, A, Need.LAST).any(), "it does not wait"
+    rig.settle()
+    assert rig.tier.reads == keys[2:3]
+    assert health(rig, Ability.READ).state is BreakerState.WORKING
 
 
 def test_the_engine_steps_until_the_block_of_a_test_is_looked_up() -> None:

@@ -392,8 +392,8 @@ class TierState:
         self.questions = OpenQuestions(lookup_ms / 1000)
         self.reads: dict[OffloadKey, ReadBatch] = {}
         """Blocks under way from the tier to the host."""
-        self.probe: OffloadKey | None = None
-        """A block to be read as a test while reads are half open."""
+        self.probe: Sequence[OffloadKey] = ()
+        """Blocks of which one is to be read as a test while reads are half open."""
         self._num_failed_lookups = 0
         self._gauges = TierGauges(tier)
 
