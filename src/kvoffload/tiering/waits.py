@@ -208,7 +208,7 @@ class Reads:
         states = tier.tier.contains(keys)
         held, unanswered = np.flatnonzero(states == HIT), [keys[i] for i in np.flatnonzero(states == RETRY).tolist()]
         if unanswered and not len(held):
-            if not all(tier.questions.find_late(unanswered, now)[0]):
+            if not any(tier.questions.find_late(unanswered, now)[0]):
                 return False
             tier.read_health.lookups_failed(1, now)
         tier.probe = ()
