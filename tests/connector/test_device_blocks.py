@@ -299,6 +299,19 @@ def test_a_request_does_not_wait_for_forgotten_blocks_that_cannot_be_stored() ->
     rig.manager.complete_store(busy.store_spec)
 
 
+def test_a_request_waits_for_another_block_that_the_engine_forgets_while_it_waits() -> None:
+    """Another request was given the device block, whose contents the end of the step stores."""
+    rig = rig_of(num_host_blocks=8)
+    finish(rig, "a", prompt(12), [1, 2, 3])
+    request = FakeRequest("c", [*prompt(12), 99])
+    assert rig.look_up(request, 8) == (None, False)
+    stores = rig.step().stores
+    assert rig.look_up(request, 4) == (None, False)
+    rig.report(*stores)
+    rig.report(*rig.step().stores)
+    assert rig.look_up(request, 4) == (8, True)
+
+
 class Refusing(LRUPolicy):
     """Takes nothing for which another block would leave."""
 

@@ -73,6 +73,11 @@ def test_hybrid_schedules(chunk: int) -> None:
     assert not never, f"nothing was loaded for: {never}"
 
 
+def test_two_long_requests_do_not_preempt_each_other_for_ever() -> None:
+    """With asynchronous steps, each found the other one in flight when it lacked blocks, and gave way itself."""
+    ModelEngine(hybrid(2000070)).run()
+
+
 @pytest.mark.parametrize(
     "make", [sleeps, silent_updates, same_kv, exact_ends, many_resets], ids=lambda make: make.__name__
 )

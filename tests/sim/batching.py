@@ -93,7 +93,8 @@ class Batcher:
         known_preempted, starved = len(self._preempted), False
         batch: Batch = []
         for request in list(self.running):
-            if request not in self.running or budget == 0:
+            # A later request must not take the blocks that this one lacks.
+            if request not in self.running or budget == 0 or starved:
                 continue
             n = self._chunk(request, budget)
             if n <= 0:
@@ -191,7 +192,8 @@ class Batcher:
             if victims and victims[-1] is not request:
                 self._preempt(victims[-1])
             elif not self._take_from_later(request):
-                if victims and not any(r.loading for r in self.waiting):
+                # Later ones that compute give way when their step has ended.
+                if victims and self.running[-1] is request and not any(r.loading for r in self.waiting):
                     self._preempt(request)
                 return None
         return self._extend(request, request.num_computed_tokens + n)

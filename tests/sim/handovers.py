@@ -506,18 +506,21 @@ class Handovers(Servers):
         able = all(server is not None and _is_able(server) for server in (one.server, other.server))
         return able and (one, other) in self._machine_pairs()
 
-    def _new_tokens(self, machine: Machine) -> list[int]:
-        """Returns a new prompt of which some blocks are handed over."""
+    def _new_tokens(self, machine: Machine, other: Machine | None = None) -> list[int]:
+        """Returns a new prompt of which some blocks are handed over, to ``other``, which has room for them too."""
         assert machine.server is not None
         layout = machine.server.engine.scheduler.layout
         s = machine.server.life.scenario
-        size = self._random.randint(1, max(1, min(_most_units(machine.server), s.document_tokens // layout.align) - 1))
+        most = min(
+            _most_units(each.server) for each in (machine, other) if each is not None and each.server is not None
+        )
+        size = self._random.randint(1, max(1, min(most, s.document_tokens // layout.align) - 1))
         rest = self._random.choice(_rests(layout))
         return [self._random.randrange(1000) for _ in range(size * layout.align + rest)]
 
     def _hand_over(self, one: Machine, other: Machine, may_fail: bool = False) -> bool:
         """Hands a prompt over. Returns whether all of it was found, or raises an error if not and it may not fail."""
-        tokens = self._new_tokens(one)
+        tokens = self._new_tokens(one, other)
         self.router.ask(one, tokens, one.clock.now, goes_to=other)
         if self.medium.handover_s < QUICK_HANDOVER_S and self._random.random() < 0.5:
             # What fills its memory comes just behind.
@@ -551,7 +554,7 @@ class Handovers(Servers):
         answer = self.router.last_answer
         if answer is None:
             return
-        self.router.ask(one, self._new_tokens(one), one.clock.now, goes_to=other, instead=answer)
+        self.router.ask(one, self._new_tokens(one, other), one.clock.now, goes_to=other, instead=answer)
         self._run_all()
         trip = self.router.sent[-1]
         if self._can_find(one, other) and trip.waited_s > self.medium.handover_s:

@@ -437,8 +437,8 @@ class PairServer(SharingServer):
         if tier is None or not self._handed_over or spoils or row["deadline"] == "none":
             return
         keys = sorted(self._handed_over)
-        capacity_bytes = tier.stats().capacity_bytes
-        if capacity_bytes is not None and capacity_bytes < 2 * len(keys) * tier.block_bytes:
+        if tier.stats().num_evicted:
+            # Others may have taken their room.
             return
         for _ in range(100):
             states = tier.contains(keys)

@@ -404,6 +404,8 @@ class SimulatedProcess(StoreProcess):
         self._ready_at = ready_at
         self.dies_at = float("inf")
         self.has_crashed = False
+        self._stopped = ExitStack()
+        """Holds its threads where they are when it has crashed."""
         self.responses: list[Response] = []
         self.num_open = 0
         """Requests that are not answered yet."""
@@ -462,6 +464,8 @@ class SimulatedProcess(StoreProcess):
             self.responses.append(response)
         except _Crash:
             self.has_crashed = True
+            for executor in self.executors:
+                self._stopped.enter_context(executor.hold())
         self.num_open -= 1
 
     def run(self, action: Callable[[SteppedExecutor], None]) -> None:

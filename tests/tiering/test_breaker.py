@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvoffload.abc import Ability, LookupState, OffloadKey, ReqContext, TierError, TierResult
+from kvoffload.abc import Ability, Awaited, LookupState, Need, OffloadKey, ReqContext, TierError, TierResult
 from kvoffload.tiering.health import (
     FAILURE_PERIOD_S,
     JITTER,
@@ -19,7 +19,7 @@ from kvoffload.tiering.health import (
     CircuitBreaker,
 )
 from kvoffload.tiering.rates import Ended
-from tests.tiering.rig import A, B, Rig, chain, content, on_disk, slot_of
+from tests.tiering.rig import A, B, Rig, SharedTier, chain, content, on_disk, slot_of
 
 
 def hang(rig: Rig, name: str = "x") -> list[OffloadKey]:
@@ -238,6 +238,56 @@ def test_half_open_reads_one_block_for_no_request(succeeds: bool) -> None:
         assert rig.manager.tiers[0].read_health.state is BreakerState.OPEN
         assert rig.manager.tiers[0].read_health.pause_s == 2 * PAUSE_S
     rig.manager.check_integrity()
+
+
+def test_a_tier_is_tested_with_what_is_handed_over_since_there_may_be_nothing_else() -> None:
+    rig = Rig(host_blocks=64, tier_blocks=100, tier_class=SharedTier)
+    pause(rig)
+    half_open(rig)
+    keys = chain("x", 2)
+    awaited = Awaited(frozenset(keys), {}, rig.clock.now, rig.clock.now + 1.0)
+    context = ReqContext("goes on", awaited=awaited)
+    assert rig.manager.lookup(keys, context) is None, "another server is writing it"
+    rig.settle()
+    rig.store_below(keys)
+    assert rig.manager.lookup(keys, context) is None
+    rig.settle()
+    assert health(rig, Ability.READ).state is BreakerState.WORKING
+    assert rig.manager.lookup(keys, context) is None
+    rig.settle()
+    assert rig.manager.lookup(keys, context) == 2
+
+
+def test_a_tier_is_tested_with_any_block_of_a_lookup_that_it_holds() -> None:
+    """Of the states that lookups name, few were kept."""
+    rig = Rig(host_blocks=64, tier_blocks=100)
+    keys = chain("x", 4)
+    rig.store_below(keys[2:3])
+    pause(rig)
+    rig.tier.reads.clear()
+    half_open(rig)
+    assert not rig.manager.lookup_each(keys, A, Need.LAST).any(), "it does not wait"
+    rig.settle()
+    assert rig.tier.reads == keys[2:3]
+    assert health(rig, Ability.READ).state is BreakerState.WORKING
+
+
+def test_the_engine_steps_until_the_block_of_a_test_is_looked_up() -> None:
+    rig = Rig(host_blocks=64, tier_blocks=100)
+    keys = chain("x", 2)
+    rig.store_below(keys)
+    pause(rig)
+    half_open(rig)
+    rig.tier.unsure = True
+    assert not rig.manager.has_pending_writes
+    assert rig.manager.lookup(keys, A) == 0
+    rig.manager.release_request(A)
+    rig.settle()
+    assert rig.manager.has_pending_writes, "no request waits for it"
+    rig.tier.unsure = False
+    rig.settle()
+    assert not rig.manager.has_pending_writes
+    assert health(rig, Ability.READ).state is BreakerState.WORKING
 
 
 @pytest.mark.parametrize("succeeds", [True, False])

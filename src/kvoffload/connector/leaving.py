@@ -182,9 +182,9 @@ class LeavingBlocks:
         behind = keys[0][end // sizes[0] :]
         if end + sizes[0] >= state.request.num_tokens or not behind or behind[0] not in self.device:
             return False
-        if state.lookup.was_brought_back:
+        if state.lookup.brought_back == behind[0]:
             return self._jobs.manager.explain_miss(behind[0]).reason is MissReason.BEING_WRITTEN
-        state.lookup.was_brought_back = True
+        state.lookup.brought_back = behind[0]
         for size, of_group in zip(sizes, keys, strict=True):
             self._forgotten |= dict.fromkeys(of_group[end // size :])
         return True

@@ -97,8 +97,8 @@ class RequestLookup:
     num_waits: int = 0
     """Waits that have ended since it was last given device blocks."""
     waited_s: float = 0.0
-    was_brought_back: bool = False
-    """Whether blocks that the engine has forgotten on the device were stored for it."""
+    brought_back: OffloadKey | None = None
+    """The first of the blocks that the engine has forgotten on the device and that were stored for it."""
     was_touched: bool = False
     """Whether its use was counted, which happens once."""
 

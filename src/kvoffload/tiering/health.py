@@ -148,9 +148,14 @@ class CircuitBreaker:
         """When a transfer last ended, or when the first of those under way began."""
 
     @property
+    def is_tested(self) -> bool:
+        """Whether one block is transferred as a test, or will be as soon as there is one."""
+        return self.state is BreakerState.HALF_OPEN and self.num_hangs < MAX_HANGS
+
+    @property
     def may_test(self) -> bool:
         """Whether one block may be transferred as a test."""
-        return self.state is BreakerState.HALF_OPEN and self._test is None and self.num_hangs < MAX_HANGS
+        return self.is_tested and self._test is None
 
     @property
     def has_fault(self) -> bool:
@@ -387,8 +392,8 @@ class TierState:
         self.questions = OpenQuestions(lookup_ms / 1000)
         self.reads: dict[OffloadKey, ReadBatch] = {}
         """Blocks under way from the tier to the host."""
-        self.probe: OffloadKey | None = None
-        """A block to be read as a test while reads are half open."""
+        self.probe: Sequence[OffloadKey] = ()
+        """Blocks of which one is to be read as a test while reads are half open."""
         self._num_failed_lookups = 0
         self._gauges = TierGauges(tier)
 

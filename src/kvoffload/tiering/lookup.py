@@ -255,8 +255,9 @@ def states_below(
     sources = np.zeros(len(keys), dtype=np.int8)
     is_reading = np.zeros(len(keys), dtype=np.bool_)
     for tier in search.gate.tiers:
-        if tier.probe is None and tier.read_health.may_test:
-            tier.probe = next((key for key in keys if key not in tier.reads), None)
+        if not tier.probe and tier.read_health.may_test:
+            # Of states, few exist.
+            tier.probe = [key for key in keys if key not in tier.reads]
         if tier.reads and not tier.reads.keys().isdisjoint(keys):
             for i, batch in enumerate(map(tier.reads.get, keys)):
                 if batch is not None:
@@ -276,6 +277,9 @@ def states_below(
             is_news = states[asked] == MISS
             states[asked[is_news]] = answers[is_news]
             sources[asked[is_news & (answers == HIT)]] = tier.index
+        elif search.awaited is not None and tier.tier.is_shared and tier.read_health.is_tested:
+            # A server to which all requests are handed over may have no other blocks to test the tier with.
+            states = _until_handed_over(search, search.awaited, tier, keys, states)
     search.is_unanswered |= bool((states == RETRY).any())
     return states, sources
 

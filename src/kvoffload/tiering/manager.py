@@ -164,7 +164,8 @@ class TieredOffloadingManager(TieredManager):
 
     @property
     def has_pending_writes(self) -> bool:
-        return any(tier.writes.is_busy for tier in self.tiers)
+        # The answer about the blocks of a test is of use for a short while only, and no request waits for it.
+        return any(tier.writes.is_busy or tier.probe for tier in self.tiers)
 
     @property
     def has_transfers(self) -> bool:

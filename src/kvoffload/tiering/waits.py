@@ -201,18 +201,20 @@ class Reads:
     def probe(self, tier: TierState, most: int, now: float) -> bool:
         """Reads a block for no request from a tier that was paused, to see whether it works again, if there is room
         for it."""
-        key = tier.probe
-        if key is None or not tier.read_health.may_test:
-            tier.probe = None
+        keys = tier.probe
+        if not tier.read_health.may_test:
+            tier.probe = ()
             return False
-        state = tier.tier.contains([key])[0]
-        if state == RETRY and not tier.questions.find_late([key], now)[0][0]:
-            return False
-        tier.probe = None
-        if state == RETRY:
+        states = tier.tier.contains(keys)
+        held, unanswered = np.flatnonzero(states == HIT), [keys[i] for i in np.flatnonzero(states == RETRY).tolist()]
+        if unanswered and not len(held):
+            if not any(tier.questions.find_late(unanswered, now)[0]):
+                return False
             tier.read_health.lookups_failed(1, now)
-        if state != HIT or most <= sum([len(tier.reads) for tier in self._tiers]):
+        tier.probe = ()
+        if not len(held) or most <= sum([len(tier.reads) for tier in self._tiers]):
             return False
+        key = keys[int(held[0])]
         output = self._host.allocate([key])
         if output is None or not output.keys_to_store:
             return False
@@ -360,7 +362,7 @@ class Waits:
         if self._begun:
             self._give_up_late(now)
         for tier in self._tiers:
-            if tier.probe is not None:
+            if tier.probe:
                 has_begun |= self.reads.probe(tier, self.max_blocks - self._num_pinned, now)
         if self.reads.queue:
             if may_take_back and not any(tier.num_reading for tier in self._tiers):

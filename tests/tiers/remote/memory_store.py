@@ -80,7 +80,8 @@ class SteppedProcess(StoreProcess):
         self.is_stuck = False
         """Whether a process that was killed does not end."""
         self.num_starts = 0
-        self._responses: list[Response] = []
+        self.responses: list[Response] = []
+        """What the next ``poll`` returns. They come in any order."""
         self._is_killed = False
 
     def start(self) -> StoreProcess:
@@ -100,11 +101,11 @@ class SteppedProcess(StoreProcess):
         """Runs the requests with ``ops``, by default all."""
         chosen = [request for request in self.requests if not ops or request.op in ops]
         self.requests = [request for request in self.requests if request not in chosen]
-        self._responses += [Response.unpack(self.worker.run(request).pack()) for request in chosen]
+        self.responses += [Response.unpack(self.worker.run(request).pack()) for request in chosen]
 
     def poll(self) -> list[Response]:
         self.is_ready |= self.is_reachable and not self._is_killed
-        responses, self._responses = self._responses, []
+        responses, self.responses = self.responses, []
         return responses
 
     def wait(self, timeout_s: float) -> None:
@@ -113,7 +114,7 @@ class SteppedProcess(StoreProcess):
     def kill(self) -> None:
         """The process ends."""
         self.requests.clear()
-        self._responses.clear()
+        self.responses.clear()
         self.is_ready, self._is_killed = False, True
 
     def close(self, timeout_s: float) -> bool:

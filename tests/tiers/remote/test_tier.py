@@ -132,6 +132,20 @@ def test_an_answer_that_an_idle_engine_takes_in_late_is_as_old_as_it_is() -> Non
     assert rig.states(KEYS[:2]) == [MISS] * 2
 
 
+def test_an_answer_from_before_a_write_does_not_say_that_the_block_is_missing() -> None:
+    """A chain that seems to have a hole is not written any further, and what is behind the hole is deleted."""
+    rig = Rig()
+    rig.tier.contains(KEYS[:2])
+    rig.process.run(Op.LOOKUP)
+    rig.now += PAUSE_S
+    rig.write(KEYS[:1])
+    rig.process.run(Op.WRITE)
+    rig.process.responses.reverse()
+    assert [result.ok for result in rig.tier.poll()] == [True]
+    assert rig.states(KEYS[:2]) == [HIT, MISS]
+    assert rig.tier.take_evicted() == []
+
+
 def test_a_lookup_that_fails_is_counted_and_counts_as_a_miss_for_a_while() -> None:
     rig = Rig()
     rig.client.num_errors = 2

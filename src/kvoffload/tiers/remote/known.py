@@ -56,6 +56,10 @@ class PresenceCache:
             self._until[key] = until
         _forget_oldest(self._until, MAX_KNOWN)
 
+    def is_present_since(self, key: OffloadKey, time: float) -> bool:
+        """Whether it was found or written at ``time`` or later."""
+        return self._until.get(key, 0.0) >= time + PRESENT_TTL_S
+
     def forget_missing(self, keys: Iterable[OffloadKey], before: float) -> list[OffloadKey]:
         """Forgets those of ``keys`` that count as missing since ``before`` or longer, and returns them. Those that are
         missing until the end of a transfer are kept."""

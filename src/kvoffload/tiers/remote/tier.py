@@ -174,11 +174,14 @@ class RemoteTier(Tier):
     def _end_lookup(self, keys: Sequence[OffloadKey], response: Response) -> None:
         """Takes in an answer as old as it is: an idle engine may take it in much later."""
         self._asked.difference_update(keys)
-        # A block that is being written or removed is not found before that ends.
+        # A block that is being written or removed is not found before that ends. The write may also have ended after
+        # the store was asked.
         answers = [
             (key, outcome)
             for key, outcome in zip(keys, response.outcomes, strict=True)
-            if key not in self._moving[Op.WRITE] and key not in self._removals
+            if key not in self._moving[Op.WRITE]
+            and key not in self._removals
+            and (outcome is Outcome.OK or not self._presence.is_present_since(key, response.begun))
         ]
         self._presence.note_present([key for key, outcome in answers if outcome is Outcome.OK], response.ended)
         self._presence.note_missing([key for key, outcome in answers if outcome is not Outcome.OK], response.ended)
