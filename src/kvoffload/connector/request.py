@@ -443,8 +443,7 @@ class RequestBlocks:
             self.store_at = end + sizes[0] if end + sizes[0] <= self.max_stored_tokens else NEVER
             return
         if next_store != self.next_store:
-            self.next_store = next_store
-            self.stored_end = max(map(mul, next_store, sizes))
+            self.next_store, self.stored_end = next_store, max(map(mul, next_store, sizes))
         self.store_at = min(map(self._due_at, range(len(next_store))))
 
     def _due_at(self, g: int) -> int:

@@ -66,11 +66,9 @@ class DueList:
         """Adds a request that cannot be due before it has computed ``tokens`` more. With one, it comes out next."""
         if req_id in self._count_of:
             self.remove(req_id)
+        at = self._count + (tokens if tokens > 1 else 1)
         if tokens > 1:
-            at = self._count + tokens
             at += -at % self._together
-        else:
-            at = self._count + 1
         self._count_of[req_id] = at
         self._by_count.setdefault(at, {})[req_id] = None
 
