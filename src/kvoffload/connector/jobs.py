@@ -104,7 +104,7 @@ class JobTable:
         return bool(self.meta.broken_loads or self.meta.releases or self.held or self.changes.was_reset)
 
     def poll(self, timeout_s: float = 0.0) -> None:
-        """Lets the manager take in what its lower tiers have done; waits at most ``timeout_s`` for something."""
+        """Polls the manager's lower tiers; waits at most ``timeout_s`` for one of them."""
         if self.manager.poll(timeout_s):
             self.changes.contents += 1
             self.changes.loads += 1

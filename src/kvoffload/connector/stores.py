@@ -357,10 +357,8 @@ class StorePlanner:
         is_early = num_computed < blocks.store_at or state.request.num_tokens < blocks.store_at
         if is_early or state.phase is Phase.LOADING or not state.may_store:
             return None
-        if not blocks.extend_keys():
-            state.storing = Storing.ALLOWED if state.storing is Storing.REFUSED else state.storing
-            if self.leaving is not None:
-                self.leaving.drop_tables(state)
+        if not state.extend_keys() and self.leaving is not None:
+            self.leaving.drop_tables(state)
         found, next_store = blocks.due(num_computed, num_before, with_loaded=self.leaving is not None)
         return Due(state, num_computed, found, next_store)
 

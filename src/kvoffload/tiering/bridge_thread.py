@@ -62,8 +62,8 @@ CLOSE_DEADLINE_S = 30.0
 
 
 class Copy(NamedTuple):
-    """Blocks of ``job`` to be copied: ``indices[i]`` from or into ``slots[i]``. ``end`` takes in how many were copied,
-    from the first one on: all, or the job has ended."""
+    """Blocks of ``job`` to copy, ``indices[i]`` from or into ``slots[i]``. ``end`` is called with the number of blocks
+    that were copied, from the first one on: fewer than all only if the job has ended."""
 
     job: BridgeJob
     indices: list[int]
