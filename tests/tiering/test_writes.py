@@ -214,7 +214,7 @@ def test_an_idle_engine_stops_stepping_if_the_tier_refuses_all_writes() -> None:
             rig.manager.poll()
     assert len(asked) == len(set(asked)), "it is asked again after a pause"
     assert not rig.manager.has_pending_writes
-    assert not rig.manager.tiers[0].writes.backlog.is_ready
+    assert not rig.manager.tiers[0].writes.backlog.num_ready
 
 
 def test_the_check_finds_a_chain_that_is_written_behind_a_hole() -> None:

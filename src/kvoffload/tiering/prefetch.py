@@ -5,8 +5,8 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,9 +16,10 @@ from kvoffload.abc import IntegrityError, Need, OffloadKey, ReqContext
 from kvoffload.abc.tier import HIT
 from kvoffload.cache.keys import NAMESPACE_BYTES, seem_of_several_groups
 from kvoffload.cache.manager import PolicyOffloadingManager
+from kvoffload.tiering.common import Common
 from kvoffload.tiering.lookup import LoadGate, TierSearch, find_hit
 from kvoffload.tiering.rates import MovingRate
-from kvoffload.tiering.waits import Waits
+from kvoffload.tiering.waits import Wait, Waits
 
 MAX_CHAINS = 4096
 """Chains whose return is expected. Beyond it the oldest is forgotten."""
@@ -74,6 +75,7 @@ class _Batch(NamedTuple):
     """Blocks that are being read for a chain."""
 
     chain: _Expected
+    wait: Wait
     began: float
     seconds: float
     """How long its tier takes for it; 0 if that is unknown."""
@@ -200,24 +202,16 @@ class Prefetcher:
     several KV cache groups are left out. ``on_device``: blocks that the device holds in place of the host.
     """
 
-    def __init__(
-        self,
-        host: PolicyOffloadingManager,
-        waits: Waits,
-        gate: LoadGate,
-        counts: defaultdict[str, float],
-        clock: Callable[[], float],
-        on_device: Collection[OffloadKey],
-    ) -> None:
-        self._host = host
+    def __init__(self, common: Common, waits: Waits, gate: LoadGate, on_device: Collection[OffloadKey]) -> None:
+        self._host = common.host
+        self._counts = common.counts
+        self._clock = common.clock
         self._waits = waits
         self._gate = gate
-        self._counts = counts
-        self._clock = clock
         self._on_device = on_device
-        self.chains = ExpectedChains(KEYS_PER_BLOCK * host.num_blocks)
+        self.chains = ExpectedChains(KEYS_PER_BLOCK * common.host.num_blocks)
         self.expected = self.chains.by_name
-        self.blocks = PrefetchedBlocks(host)
+        self.blocks = PrefetchedBlocks(common.host)
         self.held = self.blocks.held
         self.reading: _Batch | None = None
         self._order = itertools.count()
@@ -329,18 +323,16 @@ class Prefetcher:
         n = tier.estimator.num_blocks_within(BATCH_S, max(1, min(BATCH_BLOCKS, BATCH_BYTES // tier.tier.block_bytes)))
         batch = dict(itertools.islice(found.items(), min(n, room)))
         chain.begins_at = begins_at + keys.index(next(reversed(batch))) + 1
-        self._waits.begin(batch, chain.context)
-        self.reading = _Batch(chain, now, tier.estimator.seconds_to_read(len(batch)) or 0.0)
+        wait = self._waits.begin(batch, chain.context)
+        self.reading = _Batch(chain, wait, now, tier.estimator.seconds_to_read(len(batch)) or 0.0)
         return now
 
     def _end_batch(self, batch: _Batch, now: float) -> bool:
         """Takes in a batch that was read. Returns False if it is still under way."""
-        chain, began, seconds = batch
-        wait = self._waits.get(chain.context)
-        if wait is not None and wait.is_waiting:
+        chain, wait, began, seconds = batch
+        if wait.is_waiting:
             return False
-        self.reading = None
-        arrived = [] if wait is None else list(wait.pinned)
+        self.reading, arrived = None, list(wait.pinned)
         if self.chains.has(chain):
             # Otherwise its session has returned meanwhile, and its request waits for what is being read.
             self.blocks.hold(arrived, chain.until)
