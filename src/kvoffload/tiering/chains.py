@@ -328,25 +328,29 @@ class TierBlocks:
 
     def delete_unreachable(self, chain: Chain) -> None:
         """Deletes the blocks of the chain that no lookup can use. From a shared tier only those that were written for
-        its request. Blocks that are being written count as held: if a write fails, its own chain is corrected then."""
+        its request.
+
+        Blocks that are being written count as held: if a write fails, its own chain is corrected then. What was written
+        for this request would stay, so only blocks that are being written for the same count as held for it."""
         history = chain.history
         mine, lost = history.having(WriteOutcome.WRITTEN, WriteOutcome.LOST), history.having(WriteOutcome.LOST)
+        own = {key for key, writer in self.history_of.items() if writer is history}
         states = [self._tier.contains(keys) for keys in chain.by_group]
-        held = [
-            (its == HIT) | ((its == RETRY) & ~among(keys, lost)) | among(keys, self.history_of)
-            for keys, its in zip(chain.by_group, states, strict=True)
-        ]
-        useless: list[OffloadKey] = []
-        for keys, mask, its in zip(
-            chain.by_group, unreachable(self._layout, chain.by_group, held, chain.num_units, mine), states, strict=True
-        ):
-            for i in np.flatnonzero(mask).tolist():
-                writer, may_hold = self.history_of.get(keys[i]), its[i] != MISS
-                is_mine = keys[i] in mine or not self._tier.is_shared
-                if is_mine and (may_hold if writer is None else writer is history):
-                    useless.append(keys[i])
-                    self.num_lost += bool(may_hold)
-        self._tier.delete(useless)
+        useless: dict[OffloadKey, bool] = {}
+        """Blocks, and whether the tier may hold them."""
+        for writing, are_all in ((self.history_of.keys(), not self._tier.is_shared), (own, False)):
+            held = [
+                (its == HIT) | ((its == RETRY) & ~among(keys, lost)) | among(keys, writing)
+                for keys, its in zip(chain.by_group, states, strict=True)
+            ]
+            masks = unreachable(self._layout, chain.by_group, held, chain.num_units, mine)
+            for keys, mask, its in zip(chain.by_group, masks, states, strict=True):
+                for i in np.flatnonzero(mask).tolist():
+                    writer, may_hold = self.history_of.get(keys[i]), bool(its[i] != MISS)
+                    if (are_all or keys[i] in mine) and (may_hold if writer is None else writer is history):
+                        useless[keys[i]] = may_hold
+        self.num_lost += sum(useless.values())
+        self._tier.delete(list(useless))
 
 
 def among(keys: Sequence[OffloadKey], group: Collection[OffloadKey]) -> Bools:
