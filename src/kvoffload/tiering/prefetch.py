@@ -19,7 +19,7 @@ from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.tiering.common import Common
 from kvoffload.tiering.lookup import LoadGate, TierSearch, find_hit
 from kvoffload.tiering.rates import MovingRate
-from kvoffload.tiering.waits import Wait, Waits
+from kvoffload.tiering.waits import Waits
 
 MAX_CHAINS = 4096
 """Chains whose return is expected. Beyond it the oldest is forgotten."""
@@ -75,7 +75,6 @@ class _Batch(NamedTuple):
     """Blocks that are being read for a chain."""
 
     chain: _Expected
-    wait: Wait
     began: float
     seconds: float
     """How long its tier takes for it; 0 if that is unknown."""
@@ -323,16 +322,18 @@ class Prefetcher:
         n = tier.estimator.num_blocks_within(BATCH_S, max(1, min(BATCH_BLOCKS, BATCH_BYTES // tier.tier.block_bytes)))
         batch = dict(itertools.islice(found.items(), min(n, room)))
         chain.begins_at = begins_at + keys.index(next(reversed(batch))) + 1
-        wait = self._waits.begin(batch, chain.context)
-        self.reading = _Batch(chain, wait, now, tier.estimator.seconds_to_read(len(batch)) or 0.0)
+        self._waits.begin(batch, chain.context)
+        self.reading = _Batch(chain, now, tier.estimator.seconds_to_read(len(batch)) or 0.0)
         return now
 
     def _end_batch(self, batch: _Batch, now: float) -> bool:
         """Takes in a batch that was read. Returns False if it is still under way."""
-        chain, wait, began, seconds = batch
-        if wait.is_waiting:
+        chain, began, seconds = batch
+        wait = self._waits.get(chain.context)
+        if wait is not None and wait.is_waiting:
             return False
-        self.reading, arrived = None, list(wait.pinned)
+        self.reading = None
+        arrived = [] if wait is None else list(wait.pinned)
         if self.chains.has(chain):
             # Otherwise its session has returned meanwhile, and its request waits for what is being read.
             self.blocks.hold(arrived, chain.until)
