@@ -78,7 +78,7 @@ def test_blocks_below_without_a_state_are_not_read() -> None:
         rig.manager.tier.delete([rig.key(writer, g, 40)])
     request = rig.request(60)
     assert rig.hit(request) == 0
-    assert rig.manager.num_used_blocks == 0
+    assert rig.manager.host.num_used_blocks == 0
     rig.allocate(request, rig.tables(60))
     assert rig.half.records[-1].reason == "no_state"
 
@@ -330,12 +330,12 @@ def test_a_touch_reads_no_state_from_a_tier() -> None:
     request = rig.request(60, load=False)
     assert rig.hit(request) == 0
     rig.settle()
-    assert rig.manager.num_used_blocks == 0
+    assert rig.manager.host.num_used_blocks == 0
     assert rig.manager.num_promotions == 0
     # A request that may load does read it.
     rig.hit(rig.request(60))
     rig.settle()
-    assert rig.manager.num_used_blocks == 12
+    assert rig.manager.host.num_used_blocks == 12
 
 
 @pytest.mark.parametrize("has_chain", [True, False])

@@ -257,7 +257,7 @@ class Server(LivingServer):
         """Raises Unreachable if a block is left behind one whose write has failed. For when nothing is under way."""
         tiered = self.engine.tiered
         assert tiered is not None
-        if self.watches and not tiered.tiers[0].is_off and not tiered.tiers[0].writes.backlog.is_ready:
+        if self.watches and not tiered.tiers[0].is_off and not tiered.tiers[0].writes.backlog.num_ready:
             self.watches[0].check_all_reachable()
 
     def run(self) -> None:

@@ -138,7 +138,7 @@ def a_journal_is_not_written_at_once(monkeypatch: pytest.MonkeyPatch) -> type[Sh
 
 
 def an_idle_engine_stops_before_blocks_are_written(monkeypatch: pytest.MonkeyPatch) -> type[SharedMedium]:
-    monkeypatch.setattr(WriteThrough, "is_busy", property(lambda writes: writes.backlog.is_ready))
+    monkeypatch.setattr(WriteThrough, "is_busy", property(lambda writes: writes.backlog.num_ready > 0))
     return SharedFolderMedium
 
 

@@ -40,7 +40,7 @@ def test_a_waiting_chain_is_woken_by_its_block() -> None:
     backlog = backlog_of(a, b)
     for each in (a, b):
         backlog.move(each, ChainState.WAITING, [b"x"])
-    assert not backlog.is_ready
+    assert not backlog.num_ready
     assert list(backlog.awaited) == [b"x"]
     assert not backlog.wake([b"w"])
     b.history.fates[b"b0"] = WriteOutcome.WRITTEN
@@ -100,7 +100,7 @@ def test_a_promised_block_belongs_to_the_chain_that_was_offered_last() -> None:
     backlog.move(a, ChainState.GONE)
     backlog.move(b, ChainState.WAITING, [b"b0"])
     backlog.check_integrity()
-    assert not backlog.is_ready
+    assert not backlog.num_ready
     backlog.wake([b"b0"])
     assert backlog.next() is b
     backlog.check_integrity()
@@ -113,7 +113,7 @@ def test_a_chain_of_an_ended_request_is_held_until_its_promised_blocks_are_there
     for each in (whole, part):
         backlog.promise(each, each.keys[:1])
         backlog.move(each, ChainState.HELD)
-    assert not backlog.is_ready
+    assert not backlog.num_ready
     backlog.settle(whole.keys + part.keys)
     assert (whole.state, part.state) == (ChainState.GONE, ChainState.HELD)
     backlog.check_integrity()

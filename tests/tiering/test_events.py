@@ -115,7 +115,7 @@ def test_pending_events_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     (event,) = events.take()
     assert event.keys == names[-4:]
     for name in names:
-        events.deleted([name])
+        events.deleted.append(name)
     events.ended([])
     (event,) = events.take()
     assert event.keys == names[-4:]

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from kvoffload.abc import BlockNotReadyError, KVGroup, LookupState, MissReason, OffloadKey, ReqContext
-from kvoffload.tiering import waits
+from kvoffload.tiering import reads, waits
 from tests.counting import lines_of
 from tests.tiering.rig import A, B, Rig, arrived, below, chain
 
@@ -237,7 +237,7 @@ def test_no_call_costs_more_because_of_the_promotions_that_are_queued() -> None:
 def test_a_tier_that_reads_nothing_lets_no_step_look_at_all_that_waits_for_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(waits, "MAX_READS", 1)
+    monkeypatch.setattr(reads, "MAX_READS", 1)
 
     def busy(num_requests: int) -> Rig:
         rig = Rig(host_blocks=64, tier_blocks=1 << 12, num_tiers=2, load_deadline_ms=1e9)

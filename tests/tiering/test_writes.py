@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvoffload.abc import IntegrityError, OffloadKey, Slots
+from kvoffload.abc import IntegrityError, OffloadKey, ReqContext, Slots
 from kvoffload.tiering.chains import MAX_REST_S
 from kvoffload.tiering.manager import WRITE_SHARE
 from kvoffload.tiering.writes import PATIENCE_S
@@ -214,7 +214,7 @@ def test_an_idle_engine_stops_stepping_if_the_tier_refuses_all_writes() -> None:
             rig.manager.poll()
     assert len(asked) == len(set(asked)), "it is asked again after a pause"
     assert not rig.manager.has_pending_writes
-    assert not rig.manager.tiers[0].writes.backlog.is_ready
+    assert not rig.manager.tiers[0].writes.backlog.num_ready
 
 
 def test_the_check_finds_a_chain_that_is_written_behind_a_hole() -> None:
@@ -246,6 +246,32 @@ def test_a_dropped_chain_keeps_blocks_behind_one_that_another_chain_writes(monke
     rig.clock.now += 2.0
     rig.settle()
     assert in_tier(rig, shared) == list(range(10))
+
+
+def test_a_dropped_chain_leaves_nothing_behind_a_write_for_another_chain_that_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig(host_blocks=64)
+    shared, tail, other = chain("x", 2), chain("y", 2), chain("z", 1)
+    rig.tier.fails_for, rig.tier.num_fails = shared[0], 3
+    begin(rig, shared + tail, A)
+    compute(rig, shared + tail)
+    rig.manager.poll()
+    rig.executor.drain()
+    with rig.executor.hold():
+        begin(rig, shared + other, B)
+        compute(rig, other)
+        rig.manager.poll()
+        assert in_tier(rig, [*shared, *tail]) == [1, 2, 3], "the first one has failed, and is written for B"
+        monkeypatch.setattr("kvoffload.tiering.chains.MAX_CHAINS", 1)
+        rig.manager.touch(chain("w", 2), ReqContext("c"))
+        rig.manager.poll()
+        assert rig.manager.tiers[0].writes.backlog.of_request(A.req_id) is None
+    for _ in range(4):
+        rig.clock.now += MAX_REST_S
+        rig.settle()
+    assert rig.tier.num_fails == 0
+    assert in_tier(rig, [*tail, *other]) == []
 
 
 def test_a_chain_is_completed_while_its_request_waits_for_a_promotion() -> None:

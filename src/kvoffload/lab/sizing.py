@@ -27,7 +27,7 @@ from kvoffload.lab.replay import (
     why_inclusive,
 )
 from kvoffload.lab.trace import Floats, Ints, Progress, Trace
-from kvoffload.tiering.waits import PROMOTION_SHARE
+from kvoffload.tiering.reads import PROMOTION_SHARE
 from kvoffload.units import format_bytes
 
 MAX_SETTINGS = 1000

@@ -105,13 +105,12 @@ class TierBridge:
         """Bytes of a block."""
         self._lookup_deadline_s = settings.lookup_deadline_ms / 1000
         self._load_deadline_s = settings.load_deadline_ms / 1000
-        self._clock = clock
         self._expects = any(tier.tier.is_shared for tier in manager.tiers)
         """Whether tiers want to know what will be looked up next."""
         self._former: deque[tuple[bytes, float]] = deque(maxlen=MAX_FORMER)
         """The namespaces before resets, and when these came."""
         self._jobs = Jobs(slots[:, :block_bytes], settings.max_pages, clock)
-        self._thread = BridgeThread(manager, self._jobs, block_bytes, namespace(fingerprint), clock, close_pool)
+        self._thread = BridgeThread(manager, self._jobs, namespace(fingerprint), close_pool)
         self.names = self._thread.names
         """The names of the tiers in metrics and events, the fastest first. Empty if none could be opened."""
         self._numbers = itertools.count()
@@ -143,7 +142,7 @@ class TierBridge:
         states = self._thread.ask(lambda: self._thread.manager.states(names, behind), None)
         if states is None:
             since = self._thread.stuck_since
-            may_wait = since is not None and self._clock() - since < self._lookup_deadline_s
+            may_wait = since is not None and self._jobs.clock() - since < self._lookup_deadline_s
             return np.full(len(keys), RETRY if may_wait else MISS, dtype=np.uint8)
         if (states == RETRY).any():
             # The thread reads the answer.
@@ -176,7 +175,7 @@ class TierBridge:
         is_use: bool = True,
     ) -> BridgeJob:
         """Begins a store of blocks of ``chain``, without one a load."""
-        since, prefix = self._clock(), self._thread.namespace if chain is None else chain.namespace
+        since, prefix = self._jobs.clock(), self._thread.namespace if chain is None else chain.namespace
         deadline = since + (self._load_deadline_s if chain is None else STORE_DEADLINE_S)
         job = BridgeJob(number, list(keys), list(pages), prefix, since, deadline, chain, is_use)
         self._jobs.submit(job)
@@ -228,7 +227,7 @@ class TierBridge:
         When it returns, after the copy of one block at the latest, no page is touched any more; jobs that were not
         copied end as failed. Tiers of this process keep their blocks for the next one, but not those stored after a
         reset; shared tiers are switched off."""
-        self._former.append((self._thread.namespace, self._clock()))
+        self._former.append((self._thread.namespace, self._jobs.clock()))
         # No later process could find what is stored from here on.
         self._thread.namespace = TRANSIENT + (next(self._resets) % (1 << 32)).to_bytes(4, "big")
         self._jobs.stop()
@@ -251,7 +250,7 @@ class TierBridge:
             for former, since in reversed(list(self._former)):
                 tier = self._thread.manager.explain_miss(former + key).tier
                 if tier is not None:
-                    return Miss(MissReason.RESET, self._clock() - since, tier)
+                    return Miss(MissReason.RESET, self._jobs.clock() - since, tier)
         return miss
 
     def take_counts(self) -> Mapping[str, float]:

@@ -112,9 +112,10 @@ class Jobs:
         self.is_closed = False
         self.num_settled = 0
         """Blocks of which the jobs are done with, since the start."""
+        self.block_bytes: int = slots.shape[1]
         self._slots = slots
         self._max_pages = max_pages
-        self._clock = clock
+        self.clock = clock
         self._changed = threading.Condition()
         self.open: dict[BridgeJob, None] = {}
         """Read only for others."""
@@ -168,7 +169,7 @@ class Jobs:
         finally:
             with self._changed:
                 self._copying = None
-                job.nbytes += num_copied * self._slots.shape[1]
+                job.nbytes += num_copied * self.block_bytes
                 if job.state is JobState.STOPPED:
                     self._end(job)
                 self._changed.notify_all()
@@ -207,7 +208,7 @@ class Jobs:
         """Returns the reports since the last call. Ends jobs that are long past their deadlines, because the thread
         that should have done so hangs in a tier."""
         with self._changed:
-            now = self._clock()
+            now = self.clock()
             if self.open and now >= self._look_at:
                 self._look_at = now + GRACE_S / 4
                 self._stop([job for job in self.open if now >= job.deadline + GRACE_S])
@@ -222,7 +223,7 @@ class Jobs:
         if job.number is not None:
             done = frozenset(job.keys[i] for i in job.done)
             ok = len(job.done) == len(job.keys)
-            seconds = self._clock() - job.since
+            seconds = self.clock() - job.since
             self._reports.append(JobEnd(job.number, job.is_load, done, ok, job.nbytes, seconds))
         self._changed.notify_all()
 

@@ -71,8 +71,8 @@ class Copy(NamedTuple):
     end: Callable[[int], None]
 
 
-def _max_batch(share: float, block_bytes: int) -> int:
-    return max(1, min(int(share), BATCH_BYTES // block_bytes, MAX_BATCH))
+def _max_batch(share: float, jobs: Jobs) -> int:
+    return max(1, min(int(share), BATCH_BYTES // jobs.block_bytes, MAX_BATCH))
 
 
 class Staged(NamedTuple):
@@ -100,17 +100,14 @@ class StoringRequest:
 class Stores:
     """Plans the copies of stores, in the order of their submission, and offers the chains of requests to the tiers."""
 
-    def __init__(
-        self, manager: TieredOffloadingManager, jobs: Jobs, block_bytes: int, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, manager: TieredOffloadingManager, jobs: Jobs) -> None:
         self.queue: deque[BridgeJob | RequestChain] = deque()
         """Jobs, and the chains of requests that have ended."""
         self._manager = manager
         self._jobs = jobs
-        self._clock = clock
         self._max_staged = max(1, int(manager.most_blocks() * STORE_SHARE))
         """Blocks that may be staged at the same time."""
-        self._max_batch = _max_batch(self._max_staged // 4, block_bytes)
+        self._max_batch = _max_batch(self._max_staged // 4, jobs)
         self._staged: list[Staged] = []
         self._num_staged = 0
         self._requests: OrderedDict[str, StoringRequest] = OrderedDict()
@@ -123,17 +120,18 @@ class Stores:
         """Returns the next blocks to copy. None: there are none now, since the next job waits for room, or has ended,
         or since a request has ended."""
         if self._staged and not any(
-            tier.writes.writing or tier.writes.backlog.is_ready for tier in self._manager.tiers
+            tier.writes.writing or tier.writes.backlog.num_ready for tier in self._manager.tiers
         ):
             self._release()
         if not self.queue:
             return None
-        entry, copy = self.queue[0], None
-        if isinstance(entry, BridgeJob):
-            copy = self._plan_job(entry)
-        else:
+        entry = self.queue[0]
+        if isinstance(entry, RequestChain):
             self._end_request(entry)
-        if copy is None and (isinstance(entry, RequestChain) or entry.has_ended):
+            self.queue.popleft()
+            return None
+        copy = self._plan_job(entry)
+        if copy is None and entry.has_ended:
             self.queue.popleft()
         return copy
 
@@ -151,7 +149,7 @@ class Stores:
             indices = range(job.begun, min(len(job.names), job.begun + self._max_batch))
             names = [job.names[i] for i in indices]
             is_lacking = self._is_lacking(names)
-            is_late = job.has_ended or self._clock() >= job.deadline
+            is_late = job.has_ended or self._jobs.clock() >= job.deadline
             if is_late or request.has_hole or not any(tier.takes_chains for tier in self._manager.tiers):
                 # What is left of the job is given up.
                 request.has_hole, left = True, range(job.begun, len(job.names))
@@ -207,13 +205,13 @@ class Stores:
         keys = list(compress(lacking, (host.table.states(lacking) == HIT).tolist()))
         if keys:
             self._requests[request].stored += keys
-            self._staged.append(Staged(keys, request, host.prepare_load(keys), self._clock() + STAGE_DEADLINE_S))
+            self._staged.append(Staged(keys, request, host.prepare_load(keys), self._jobs.clock() + STAGE_DEADLINE_S))
             self._num_staged += len(keys)
 
     def _release(self, everything: bool = False) -> int:
         """Lets staged blocks be evicted that the tiers have handled: they hold them, are writing them, or will not
         write them. Returns how many these are."""
-        before, now, staged = self._num_staged, self._clock(), self._staged
+        before, now, staged = self._num_staged, self._jobs.clock(), self._staged
         self._staged = []
         for each in staged:
             may_be_written = any(
@@ -281,13 +279,10 @@ class LoadBatch:
 class Loads:
     """Plans the copies of loads, which begin in the order of their submission."""
 
-    def __init__(
-        self, manager: TieredOffloadingManager, jobs: Jobs, block_bytes: int, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, manager: TieredOffloadingManager, jobs: Jobs) -> None:
         self._manager = manager
         self._jobs = jobs
-        self._clock = clock
-        self._max_batch = _max_batch(manager.max_promoted * LOAD_SHARE, block_bytes)
+        self._max_batch = _max_batch(manager.max_promoted * LOAD_SHARE, jobs)
         self._queue: deque[BridgeJob] = deque()
         """Jobs of which some blocks belong to no batch yet."""
         self._batches: dict[LoadBatch, None] = {}
@@ -325,7 +320,7 @@ class Loads:
         return arrived
 
     def _look(self, batch: LoadBatch) -> Copy | None:
-        may_wait = self._clock() < batch.job.deadline
+        may_wait = self._jobs.clock() < batch.job.deadline
         context = ReqContext(batch.request, may_wait=may_wait)
         keys = list(batch.left)
         states = self._manager.lookup_each(keys, context)
@@ -353,13 +348,7 @@ class BridgeThread:
     """
 
     def __init__(
-        self,
-        manager: TieredOffloadingManager,
-        jobs: Jobs,
-        block_bytes: int,
-        namespace: bytes,
-        clock: Callable[[], float],
-        close_pool: Callable[[], None],
+        self, manager: TieredOffloadingManager, jobs: Jobs, namespace: bytes, close_pool: Callable[[], None]
     ) -> None:
         self.names = tuple(tier.name for tier in manager.tiers)
         self.fault: str | None = None
@@ -373,9 +362,8 @@ class BridgeThread:
         self.thread: threading.Thread | None = None
         self.manager = manager
         self._jobs = jobs
-        self._stores = Stores(manager, jobs, block_bytes, clock)
-        self._loads = Loads(manager, jobs, block_bytes, clock)
-        self._clock = clock
+        self._stores = Stores(manager, jobs)
+        self._loads = Loads(manager, jobs)
         self._close_pool = close_pool
         self._served = namespace
         """The namespace of what the thread has seen: another one while it has not seen a reset."""
@@ -412,7 +400,7 @@ class BridgeThread:
             return otherwise
         with self.lock(CALL_WAIT_S if self.stuck_since is None else 0) as is_held:
             if not is_held:
-                self.stuck_since = self._clock() if self.stuck_since is None else self.stuck_since
+                self.stuck_since = self._jobs.clock() if self.stuck_since is None else self.stuck_since
                 return otherwise
             self.stuck_since = None
             if self._jobs.is_closed:

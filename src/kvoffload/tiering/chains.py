@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, KeysView, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,8 +15,6 @@ from kvoffload.tiering.plan import Bools, ChainLayout, unreachable
 
 MAX_CHAINS = 4096
 """Chains in one backlog."""
-BACKLOG_SHARE = 2.0
-"""Keys of these chains, as a multiple of the host's blocks. Above it the oldest chain is dropped."""
 FIRST_REST_S = 0.05
 MAX_REST_S = 4.0
 """The first and the longest pause before a chain is written again of which a write has failed."""
@@ -36,6 +34,9 @@ class ChainState(enum.Enum):
     are being written."""
     GONE = enum.auto()
     """It is not in the backlog."""
+
+
+FRESH, STARTED, RESTING, GONE = ChainState.FRESH, ChainState.STARTED, ChainState.RESTING, ChainState.GONE
 
 
 class WriteOutcome(enum.Enum):
@@ -79,7 +80,7 @@ class Chain:
     """Its request has ended: blocks that the host lacks now will not be stored any more."""
     request: str | None
     history: WriteLog = field(default_factory=WriteLog)
-    state: ChainState = ChainState.GONE
+    state: ChainState = GONE
     waits_for: Sequence[OffloadKey] = ()
     """In the state WAITING, the blocks of which it waits for any."""
     done: int = 0
@@ -115,16 +116,12 @@ class Backlog:
         self._chains: dict[Chain, None] = {}
         """Every chain that is not GONE, the oldest first."""
         self._by_request: dict[str, Chain] = {}
-        self._fresh: dict[Chain, None] = {}
-        self._started: dict[Chain, None] = {}
-        self._resting: dict[Chain, None] = {}
-        self._queues = {
-            ChainState.FRESH: self._fresh,
-            ChainState.STARTED: self._started,
-            ChainState.RESTING: self._resting,
-        }
+        self._queues: dict[ChainState, dict[Chain, None]] = {FRESH: {}, STARTED: {}, RESTING: {}}
+        self.num_ready = 0
+        """Chains to be written now, or after a pause."""
         self._waiting: dict[OffloadKey, dict[Chain, None]] = {}
         """Chains that are WAITING, by each block that they wait for."""
+        self.awaited: KeysView[OffloadKey] = self._waiting.keys()
         self._bringing: dict[OffloadKey, Chain] = {}
         """The chain to which each promised block belongs."""
         self._num_promising = 0
@@ -135,23 +132,13 @@ class Backlog:
     def __iter__(self) -> Iterator[Chain]:
         return iter(self._chains)
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether there is a chain to be written now, or after a pause."""
-        return bool(self._fresh or self._started or self._resting)
-
-    @property
-    def awaited(self) -> Collection[OffloadKey]:
-        """The blocks that chains wait for."""
-        return self._waiting.keys()
-
     def of_request(self, request: str | None) -> Chain | None:
         return None if request is None else self._by_request.get(request)
 
     def next(self) -> Chain | None:
         """Returns the chain to be written next."""
-        first = next(iter(self._urgent), None) or next(iter(self._started), None)
-        return first or next(reversed(self._fresh), None)
+        first = next(iter(self._urgent), None) or next(iter(self._queues[STARTED]), None)
+        return first or next(reversed(self._queues[FRESH]), None)
 
     def excess(self) -> Chain | None:
         """Returns the chain to be dropped because a bound is exceeded: the oldest, one that is not STARTED if
@@ -162,7 +149,7 @@ class Backlog:
         oldest = None
         for chain in self._chains:
             if not chain.promised:
-                if chain.state is not ChainState.STARTED:
+                if chain.state is not STARTED:
                     return chain
                 oldest = oldest or chain
         return oldest
@@ -177,7 +164,7 @@ class Backlog:
         self._bringing.update(dict.fromkeys(chain.promised, chain))
         self._num_promising += 1
         self._num_keys -= len(chain.keys)
-        if chain in self._fresh or chain in self._started:
+        if chain.state in (FRESH, STARTED):
             self._urgent[chain] = None
 
     def settle(self, keys: Collection[OffloadKey]) -> None:
@@ -192,11 +179,11 @@ class Backlog:
                 self._num_keys += len(chain.keys)
                 self._urgent.pop(chain, None)
                 if chain.state is ChainState.HELD and (chain.is_whole or chain.request is None):
-                    self.move(chain, ChainState.GONE)
+                    self.move(chain, GONE)
 
     def move(self, chain: Chain, state: ChainState, waits_for: Sequence[OffloadKey] = ()) -> None:
         """Brings ``chain`` into ``state``. WAITING, it waits until ``wake`` names one of ``waits_for``."""
-        if chain.promised and state is ChainState.GONE:
+        if chain.promised and state is GONE:
             self.settle(list(chain.promised))
         for key in dict.fromkeys(chain.waits_for):
             waiting = self._waiting[key]
@@ -205,12 +192,21 @@ class Backlog:
                 del self._waiting[key]
         self._queues.get(chain.state, {}).pop(chain, None)
         self._urgent.pop(chain, None)
-        if (chain.state is ChainState.GONE) is not (state is ChainState.GONE):
-            self._add_or_remove(chain, state)
+        if chain.state is GONE and state is not GONE:
+            self._chains[chain] = None
+            self._num_keys += len(chain.keys)
+            if chain.request is not None:
+                self._by_request.setdefault(chain.request, chain)
+        elif state is GONE and chain.state is not GONE:
+            del self._chains[chain]
+            self._num_keys -= len(chain.keys)
+            if chain.request is not None and self._by_request.get(chain.request) is chain:
+                del self._by_request[chain.request]
+        self.num_ready += (state in self._queues) - (chain.state in self._queues)
         chain.state, chain.waits_for = state, waits_for
         if state in self._queues:
             self._queues[state][chain] = None
-            if chain.promised and state is not ChainState.RESTING:
+            if chain.promised and state is not RESTING:
                 self._urgent[chain] = None
         for key in waits_for:
             self._waiting.setdefault(key, {})[chain] = None
@@ -218,49 +214,40 @@ class Backlog:
     def rest(self, chain: Chain, now: float) -> None:
         """Brings ``chain``, of which a write has failed, into the state RESTING until ``wake_rested`` ends it: for
         longer each time."""
-        if chain.state is not ChainState.RESTING:
+        if chain.state is not RESTING:
             history = chain.history
             history.rest_s = min(MAX_REST_S, 2 * history.rest_s) or FIRST_REST_S
             history.rests_until = now + history.rest_s
-            self.move(chain, ChainState.RESTING)
+            self.move(chain, RESTING)
 
     def wake_rested(self, now: float) -> None:
         """Queues the chains whose rest is over."""
-        for chain in [chain for chain in self._resting if chain.history.rests_until <= now]:
-            self.move(chain, ChainState.STARTED)
-
-    def _add_or_remove(self, chain: Chain, state: ChainState) -> None:
-        if state is not ChainState.GONE:
-            self._chains[chain] = None
-            self._num_keys += len(chain.keys)
-            if chain.request is not None:
-                self._by_request.setdefault(chain.request, chain)
-            return
-        del self._chains[chain]
-        self._num_keys -= len(chain.keys)
-        if chain.request is not None and self._by_request.get(chain.request) is chain:
-            del self._by_request[chain.request]
+        for chain in [chain for chain in self._queues[RESTING] if chain.history.rests_until <= now]:
+            self.move(chain, STARTED)
 
     def wake(self, keys: Collection[OffloadKey]) -> bool:
         """Queues the chains that wait for one of ``keys``. Returns whether there were any."""
-        if not self._waiting or self._waiting.keys().isdisjoint(keys):
-            return False
-        for chain in dict.fromkeys(chain for key in keys for chain in self._waiting.get(key, ())):
-            self.move(chain, ChainState.STARTED if chain.history.fates else ChainState.FRESH)
-        return True
+        woken = dict.fromkeys(chain for key in keys for chain in self._waiting.get(key, ()))
+        for chain in woken:
+            self.move(chain, STARTED if chain.history.fates else FRESH)
+        return bool(woken)
 
     def check_integrity(self) -> None:
         """Raises IntegrityError if a chain is in the wrong queue, or the keys are miscounted."""
         queued = {chain: state for state, queue in self._queues.items() for chain in queue}
         queued |= dict.fromkeys((chain for waiting in self._waiting.values() for chain in waiting), ChainState.WAITING)
-        if queued != {chain: chain.state for chain in self._chains if chain.state is not ChainState.HELD}:
+        if (
+            queued != {chain: chain.state for chain in self._chains if chain.state is not ChainState.HELD}
+            or sum(map(len, self._queues.values())) != self.num_ready
+        ):
             raise IntegrityError("a chain of the backlog is in no queue, or in the wrong one")
         if self._num_keys != sum(len(chain.keys) for chain in self._chains if not chain.promised):
             raise IntegrityError("the backlog has miscounted the keys of its chains")
         promised = {key: chain for chain in self._chains for key in chain.promised}
         if self._bringing != promised or self._num_promising != len(set(promised.values())):
             raise IntegrityError("a promised block belongs to no chain, or to several")
-        if self._urgent.keys() != {chain for chain in (*self._fresh, *self._started) if chain.promised}:
+        urgent = {chain for state in (FRESH, STARTED) for chain in self._queues[state] if chain.promised}
+        if self._urgent.keys() != urgent:
             raise IntegrityError("a chain with promised blocks does not come first")
 
 
@@ -299,10 +286,6 @@ class TierBlocks:
         if slots:
             self._host.complete_load(self._host.lease(slots))
 
-    def are_under_way(self, keys: Sequence[OffloadKey]) -> Bools:
-        """Returns which of ``keys`` the tier has not reported yet."""
-        return _among(keys, self.history_of)
-
     def in_tier(self, keys: Sequence[OffloadKey], history: WriteLog) -> Bools:
         """Returns which of ``keys`` the tier holds, or is being given for this request: if that fails, its chain is
         corrected."""
@@ -310,7 +293,7 @@ class TierBlocks:
         held: Bools = states == HIT
         if (states == RETRY).any():
             # It took these once. Until it knows better, it has them.
-            held |= (states == RETRY) & _among(keys, history.having(WriteOutcome.WRITTEN, WriteOutcome.FOREIGN))
+            held |= (states == RETRY) & among(keys, history.having(WriteOutcome.WRITTEN, WriteOutcome.FOREIGN))
         if not self.history_of.keys().isdisjoint(keys):
             for i in np.flatnonzero(~held).tolist():
                 held[i] = self.history_of.get(keys[i]) is history
@@ -324,7 +307,7 @@ class TierBlocks:
         absent = np.flatnonzero(~in_tier)
         names = [keys[i] for i in absent.tolist()]
         if names:
-            available[absent] = (self._host.table.states(names) == HIT) & ~self.are_under_way(names)
+            available[absent] = (self._host.table.states(names) == HIT) & ~among(names, self.history_of)
         return in_tier, available
 
     @property
@@ -345,27 +328,31 @@ class TierBlocks:
 
     def delete_unreachable(self, chain: Chain) -> None:
         """Deletes the blocks of the chain that no lookup can use. From a shared tier only those that were written for
-        its request. Blocks that are being written count as held: if a write fails, its own chain is corrected then."""
+        its request.
+
+        Blocks that are being written count as held: if a write fails, its own chain is corrected then. What was written
+        for this request would stay, so only blocks that are being written for the same count as held for it."""
         history = chain.history
         mine, lost = history.having(WriteOutcome.WRITTEN, WriteOutcome.LOST), history.having(WriteOutcome.LOST)
+        own = {key for key, writer in self.history_of.items() if writer is history}
         states = [self._tier.contains(keys) for keys in chain.by_group]
-        held = [
-            (its == HIT) | ((its == RETRY) & ~_among(keys, lost)) | self.are_under_way(keys)
-            for keys, its in zip(chain.by_group, states, strict=True)
-        ]
-        useless: list[OffloadKey] = []
-        for keys, mask, its in zip(
-            chain.by_group, unreachable(self._layout, chain.by_group, held, chain.num_units, mine), states, strict=True
-        ):
-            for i in np.flatnonzero(mask).tolist():
-                writer, may_hold = self.history_of.get(keys[i]), its[i] != MISS
-                is_mine = keys[i] in mine or not self._tier.is_shared
-                if is_mine and (may_hold if writer is None else writer is history):
-                    useless.append(keys[i])
-                    self.num_lost += bool(may_hold)
-        self._tier.delete(useless)
+        useless: dict[OffloadKey, bool] = {}
+        """Blocks, and whether the tier may hold them."""
+        for writing, are_all in ((self.history_of.keys(), not self._tier.is_shared), (own, False)):
+            held = [
+                (its == HIT) | ((its == RETRY) & ~among(keys, lost)) | among(keys, writing)
+                for keys, its in zip(chain.by_group, states, strict=True)
+            ]
+            masks = unreachable(self._layout, chain.by_group, held, chain.num_units, mine)
+            for keys, mask, its in zip(chain.by_group, masks, states, strict=True):
+                for i in np.flatnonzero(mask).tolist():
+                    writer, may_hold = self.history_of.get(keys[i]), bool(its[i] != MISS)
+                    if (are_all or keys[i] in mine) and (may_hold if writer is None else writer is history):
+                        useless[keys[i]] = may_hold
+        self.num_lost += sum(useless.values())
+        self._tier.delete(list(useless))
 
 
-def _among(keys: Sequence[OffloadKey], group: Collection[OffloadKey]) -> Bools:
+def among(keys: Sequence[OffloadKey], group: Collection[OffloadKey]) -> Bools:
     """Returns which of ``keys`` are in ``group``."""
     return np.fromiter(map(group.__contains__, keys), np.bool_, len(keys)) if group else np.zeros(len(keys), np.bool_)

@@ -10,26 +10,27 @@ from __future__ import annotations
 import enum
 import logging
 import math
-import random
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from kvoffload.abc import Ability, Admission, KVGroup, OffloadKey, Tier, TierError, TierStats
+import numpy as np
+
+from kvoffload.abc import Ability, OffloadKey, Tier, TierError, TierStats
 from kvoffload.cache.bills import TenantCounts
-from kvoffload.cache.manager import READ_STATE_EVERY_S, PolicyOffloadingManager
-from kvoffload.cache.tenants import Tenants
-from kvoffload.tiering.chains import BACKLOG_SHARE
+from kvoffload.cache.manager import READ_STATE_EVERY_S
+from kvoffload.tiering.common import Common, TierSettings
 from kvoffload.tiering.guard import GuardedTier
 from kvoffload.tiering.rates import Ended, ReadEstimator
-from kvoffload.tiering.unwritten import PromisedBlocks
-from kvoffload.tiering.waits import ReadBatch, Wait
+from kvoffload.tiering.reads import ReadBatch
+from kvoffload.tiering.unwritten import UnwrittenPins
 from kvoffload.tiering.writes import WriteThrough
+
+if TYPE_CHECKING:
+    from kvoffload.tiering.waits import Wait
 
 logger = logging.getLogger(__name__)
 
-WRITE_SHARE = 0.125
-"""At most this share of the host's blocks is pinned for writes to lower tiers. Above it, blocks are written later."""
 MAX_FAILURES = 16
 """If an ability of a tier fails this often within FAILURE_PERIOD_S, it is paused."""
 FAILURE_PERIOD_S = 60.0
@@ -121,9 +122,7 @@ class CircuitBreaker:
     are under way and none has ended for ``deadline_s``.
     """
 
-    def __init__(
-        self, name: str, ability: Ability, deadline_s: float, random: Callable[[], float] = random.random
-    ) -> None:
+    def __init__(self, name: str, ability: Ability, deadline_s: float, random: Callable[[], float]) -> None:
         self.state = BreakerState.WORKING
         self.pause_s = 0.0
         """The latest pause, without jitter."""
@@ -178,8 +177,8 @@ class CircuitBreaker:
             self._progress_at = now
 
     def ended(self, ended: Ended, now: float) -> Collection[OffloadKey]:
-        """Transfers have ended. Returns the blocks that were overdue. If one of these is good, and the ability was
-        paused for nothing else, it works again."""
+        """Transfers have ended, well or not. Returns the blocks that were overdue. If one of these is good, and the
+        ability was paused for nothing else, it works again."""
         self._progress_at = now
         late = self.overdue.intersection(ended.keys) if self.overdue else ()
         if late:
@@ -188,27 +187,25 @@ class CircuitBreaker:
             is_paused_for_it = self._hangs and self.state is not BreakerState.OFF
             if is_paused_for_it and not late.isdisjoint(ended.good.keys):
                 self._close(now)
+        if not ended.all_ok or self._test is not None:
+            self._judge(ended, now)
         return late
 
-    def detect_hang(self, under_way: Collection[OffloadKey], now: float) -> bool:
-        """Returns whether the transfers under way, without those that have hung before, hang now. Then all are overdue,
-        and the ability is paused."""
+    def detect_hang(self, under_way: Collection[OffloadKey], now: float) -> None:
+        """If transfers under way hang that have not hung before, all of them are overdue now, and the ability is
+        paused."""
         stalled_s = now - self._progress_at
         if len(under_way) == len(self.overdue) or stalled_s < self.deadline_s:
-            return False
+            return
         self.overdue = set(under_way)
         self.num_hangs += 1
         if self.state not in (BreakerState.OPEN, BreakerState.OFF):
             self._open(now, f"it has ended none of them for {stalled_s:.1f} s")
             self._hangs = True
-        return True
 
     # Failures.
 
-    def judge(self, ended: Ended, now: float) -> None:
-        """Takes in whether transfers that have ended have failed."""
-        if ended.all_ok and self._test is None:
-            return
+    def _judge(self, ended: Ended, now: float) -> None:
         failures = Counter[str]()
         for key, error in zip(ended.keys, ended.errors, strict=True):
             is_failure = error in FAILURES[self._ability]
@@ -328,65 +325,26 @@ class TierGauges:
         return gauges
 
 
-@dataclass(frozen=True, slots=True)
-class TierSettings:
-    """How one lower tier is used, where that differs from TieringSettings."""
-
-    lookup_deadline_ms: float | None = None
-    admission: Admission | None = None
-    """What decides which blocks are worth writing to it. None: all are."""
-
-
-@dataclass(frozen=True, slots=True)
-class TieringSettings:
-    """How host memory and lower tiers work together."""
-
-    groups: Sequence[KVGroup]
-    """The KV cache groups that keys name."""
-    load_only_if_faster: bool = True
-    """A run of blocks that would take longer to read than to compute is not loaded."""
-    load_deadline_ms: float = 1000.0
-    """How long a request waits for a promotion."""
-    lookup_deadline_ms: float = 100.0
-    """A block counts as missing if a tier does not say within this time whether it holds it."""
-    tiers: Sequence[TierSettings] = ()
-    """What differs per tier, by default nothing."""
-    tenants: Tenants | None = None
-    """For whom the bytes that are moved are counted, by default for nobody."""
-    write_share: float = WRITE_SHARE
-    backlog_share: float = BACKLOG_SHARE
-
-
 class TierState:
     """A tier with its reads under way, the health of its abilities, its read rate and its write-through.
 
     Read its attributes freely; change them through its methods. ``index``: its place among the tiers of the manager,
-    the fastest first. ``counts`` has the counters of METRICS, by name.
+    the fastest first.
     """
 
     def __init__(
-        self,
-        index: int,
-        tier: GuardedTier,
-        host: PolicyOffloadingManager,
-        settings: TieringSettings,
-        promised: PromisedBlocks,
-        counts: defaultdict[str, float],
-        clock: Callable[[], float],
-        random: Callable[[], float],
+        self, common: Common, index: int, tier: GuardedTier, pins: UnwrittenPins, random: Callable[[], float]
     ) -> None:
+        settings = common.settings
         own = settings.tiers[index] if settings.tiers else TierSettings()
         lookup_ms = settings.lookup_deadline_ms if own.lookup_deadline_ms is None else own.lookup_deadline_ms
-        load_deadline_s = settings.load_deadline_ms / 1000
         self.index = index
         self.tier = tier
         self.name = tier.name
-        self._counts = counts
-        self.writes = WriteThrough(
-            host, tier, settings.groups, settings.backlog_share, own.admission, promised, self.count, clock
-        )
-        self.read_health = CircuitBreaker(self.name, Ability.READ, load_deadline_s, random)
-        write_s = max(load_deadline_s, WRITE_DEADLINE_S)
+        self._counts = common.counts
+        self.writes = WriteThrough(common, tier, own.admission, pins, self.count)
+        self.read_health = CircuitBreaker(self.name, Ability.READ, common.load_deadline_s, random)
+        write_s = max(common.load_deadline_s, WRITE_DEADLINE_S)
         self.write_health = CircuitBreaker(self.name, Ability.WRITE, write_s, random)
         self.estimator = ReadEstimator(tier.block_bytes)
         self.questions = OpenQuestions(lookup_ms / 1000)
@@ -434,13 +392,16 @@ class TierState:
             gauges[f"tier_paused:{ability},{self.name}"] = float(is_paused)
         return gauges
 
-    # Reads.
+    # Transfers.
 
-    def begin_reads(self, slots: Mapping[OffloadKey, int], waits: Iterable[Wait], now: float) -> None:
-        """Notes that the tier was given these blocks to read into these host slots, by ``tier.read``."""
-        if slots:
+    def read(self, slots: Mapping[OffloadKey, int], waits: Iterable[Wait], now: float) -> list[OffloadKey]:
+        """Begins to read blocks into these host slots. Returns those that the tier has taken on."""
+        taken = self.tier.read(list(slots), np.fromiter(slots.values(), np.int64, len(slots)))
+        if taken:
             self.read_health.begun(now, self.num_reading)
-            self.reads.update(dict.fromkeys(slots, ReadBatch(dict(slots), dict.fromkeys(waits))))
+            batch = ReadBatch({key: slots[key] for key in taken}, dict.fromkeys(waits))
+            self.reads.update(dict.fromkeys(taken, batch))
+        return taken
 
     def end_reads(self, reads: Ended, now: float) -> dict[ReadBatch, Ended]:
         """Takes in reads that have ended. Returns them by batch."""
@@ -455,8 +416,6 @@ class TierState:
             indices.setdefault(batch, []).append(i)
         return {batch: reads.select(chosen) for batch, chosen in indices.items()}
 
-    # Writes.
-
     def write(self, room: int, now: float) -> None:
         """Begins to write at most ``room`` blocks of the backlog: one, if that is a test."""
         health = self.write_health
@@ -470,8 +429,6 @@ class TierState:
             if is_test:
                 health.begin_test(begun[0])
 
-    # Failures.
-
     def update(self, now: float) -> None:
         """Takes in lookups that have failed, transfers that hang, and the end of a pause."""
         num_failed = self.tier.num_failed_lookups - self._num_failed_lookups
@@ -480,10 +437,7 @@ class TierState:
             self.count("lookup_failures", num_failed)
             self.read_health.lookups_failed(num_failed, now)
         if self.reads or self.writes.writing:
-            # What has hung until now is overdue.
-            if self.read_health.detect_hang(self.reads.keys(), now):
-                for batch in self.reads.values():
-                    batch.is_overdue = True
+            self.read_health.detect_hang(self.reads.keys(), now)
             self.write_health.detect_hang(self.writes.writing, now)
         if self.questions.asked_at:
             self.questions.expire(now)

@@ -15,12 +15,12 @@ import numpy.typing as npt
 from kvoffload.abc import Awaited, Miss, MissReason, Need, OffloadKey, States
 from kvoffload.abc.tier import HIT, MISS, PENDING, RETRY
 from kvoffload.cache.keys import key_group_idx, num_of_group
-from kvoffload.cache.manager import PolicyOffloadingManager
-from kvoffload.cache.misses import MissMemory
-from kvoffload.tiering.health import TieringSettings, TierState
+from kvoffload.tiering.common import Common
+from kvoffload.tiering.health import TierState
 from kvoffload.tiering.plan import ChainLayout
 from kvoffload.tiering.rates import MovingRate, ReadEstimator
-from kvoffload.tiering.waits import PROMOTION_SHARE, Wait, Waits
+from kvoffload.tiering.reads import PROMOTION_SHARE
+from kvoffload.tiering.waits import Wait, Waits
 
 LOOK_AGAIN_S = 0.005
 """The least time between two looks for a block that another server hands over."""
@@ -55,34 +55,27 @@ class TierSearch:
 
 
 class LoadGate:
-    """Judges what was found: by the room that ``waits`` have, and by which is faster, to load it or to compute its
+    """Judges what was found: by the room that promotions have, and by which is faster, to load it or to compute its
     tokens, as far as that is known; unless ``load_only_if_faster``, everything is loaded.
 
     A state saves nothing by itself. So it is first compared with all tokens up to it, and then the KV of these tokens
     is judged together with the states that the request wants.
     """
 
-    def __init__(
-        self,
-        host: PolicyOffloadingManager,
-        tiers: Sequence[TierState],
-        settings: TieringSettings,
-        waits: Waits,
-        reasons: MissMemory,
-    ) -> None:
+    def __init__(self, common: Common, waits: Waits) -> None:
         self.prefill = MovingRate()
         """How many tokens of prompts the engine computes per second."""
-        self.host = host
-        self.tiers = tiers
-        groups = settings.groups
+        self.host = common.host
+        self.tiers = common.tiers
+        self.reasons = common.reasons
+        groups = common.settings.groups
         self._layout = ChainLayout(groups)
         self._num_full = max(1, sum(group.is_full for group in groups))
         # A token is saved only if the blocks of all groups are loaded. Those with a window or a state need few, so the
         # groups with full attention share the tokens.
         self._saved_tokens = [group.block_tokens / self._num_full for group in groups]
         self._waits = waits
-        self._only_if_faster = settings.load_only_if_faster
-        self.reasons = reasons
+        self._only_if_faster = common.settings.load_only_if_faster
 
     def room_for(self, wait: Wait | None, key: OffloadKey, in_all: bool = False) -> int:
         """Returns how many more blocks the request, which wants ``key``, may have promoted: of the KV cache group of
@@ -259,10 +252,10 @@ def states_below(
             # Of states, few exist.
             tier.probe = [key for key in keys if key not in tier.reads]
         if tier.reads and not tier.reads.keys().isdisjoint(keys):
-            for i, batch in enumerate(map(tier.reads.get, keys)):
-                if batch is not None:
+            for i, key in enumerate(keys):
+                if key in tier.reads:
                     is_reading[i] = True
-                    states[i] = HIT if tier.can_read and not batch.is_overdue else MISS
+                    states[i] = HIT if tier.can_read and key not in tier.read_health.overdue else MISS
                     sources[i] = tier.index
     for tier in search.gate.tiers:
         # A slower tier is asked at the same time as one that does not know yet.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 import time
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import compress
 
@@ -31,11 +30,10 @@ from kvoffload.abc import (
     TieredManager,
 )
 from kvoffload.abc.tier import HIT, PENDING, RETRY
-from kvoffload.cache.bills import MovedBytes
 from kvoffload.cache.manager import PolicyOffloadingManager
-from kvoffload.cache.misses import MissMemory
+from kvoffload.tiering.common import WRITE_SHARE, Common, TieringSettings, TierSettings
 from kvoffload.tiering.guard import GuardedTier
-from kvoffload.tiering.health import WRITE_SHARE, TieringSettings, TierSettings, TierState
+from kvoffload.tiering.health import TierState
 from kvoffload.tiering.lookup import LoadGate, TierSearch, explain_miss, find_hit, states_below
 from kvoffload.tiering.prefetch import Prefetcher
 from kvoffload.tiering.rates import by_direction
@@ -75,23 +73,18 @@ class TieredOffloadingManager(TieredManager):
         random: Callable[[], float] = random.random,
     ) -> None:
         self.host = host
-        self._counts = defaultdict[str, float](float)
-        """Counts since the last ``take_counts``, by names of METRICS: "NAME", or "NAME:TIER"."""
+        self._common = Common(host, settings, clock)
         self._clock = clock
-        guarded = [GuardedTier(tier, host.history.has_events) for tier in tiers]
-        self._unwritten = UnwrittenPins(host, guarded, clock)
-        promised, counts = self._unwritten.of_tiers, self._counts
-        self.tiers = tuple(
-            TierState(i, tier, host, settings, promised[i], counts, clock, random) for i, tier in enumerate(guarded)
+        self._unwritten = UnwrittenPins(self._common)
+        self.tiers = self._common.tiers = tuple(
+            TierState(self._common, i, GuardedTier(tier, host.history.has_events), self._unwritten, random)
+            for i, tier in enumerate(tiers)
         )
         """State of each tier; read only."""
-        self._reasons = MissMemory(clock=clock)
-        self._waits = Waits(host, self.tiers, settings.load_deadline_ms / 1000, self._counts, self._reasons, clock)
-        self._gate = LoadGate(host, self.tiers, settings, self._waits, self._reasons)
-        max_writing = max(1, int(host.num_blocks * settings.write_share) // max(1, len(tiers)))
-        moved = MovedBytes(settings.tenants) if settings.tenants is not None and settings.tenants.names else None
-        self._steps = TierSteps(host, self.tiers, self._waits, max_writing, moved, clock)
-        self.prefetcher = Prefetcher(host, self._waits, self._gate, self._counts, clock, self._steps.on_device)
+        self._waits = Waits(self._common)
+        self._gate = LoadGate(self._common, self._waits)
+        self._steps = TierSteps(self._common, self._waits)
+        self.prefetcher = Prefetcher(self._common, self._waits, self._gate, self._steps.on_device)
 
     # Lookup. ``lookup`` is the contract's: it calls ``lookup_each`` with Need.RUN.
 
@@ -111,7 +104,9 @@ class TieredOffloadingManager(TieredManager):
         states, coming = find_hit(search, keys, need)
         self._steps.may_change |= search.is_unanswered
         if coming:
-            self._steps.begin_wait(self._waits.begin(coming, req_context))
+            wait = self._waits.begin(coming, req_context)
+            # It may bring the whole chain.
+            wait.chain = self._steps.touched.pop(req_context.req_id, wait.chain)
         return states
 
     def states(self, keys: Sequence[OffloadKey], chain: Sequence[OffloadKey] = ()) -> States:
@@ -136,7 +131,8 @@ class TieredOffloadingManager(TieredManager):
         wait = self._waits.release(req_context)
         if wait is None:
             return {}
-        self._steps.end_wait(wait)
+        if wait.chain:
+            self._steps.end_wait(wait)
         return wait.promoted
 
     # Steps.
@@ -180,7 +176,7 @@ class TieredOffloadingManager(TieredManager):
     @property
     def max_promoted(self) -> int:
         """Blocks that may be read from lower tiers, or pinned after that, at a time."""
-        return self._waits.max_blocks
+        return self._waits.reads.max_blocks
 
     # Loads and stores.
 
@@ -226,10 +222,10 @@ class TieredOffloadingManager(TieredManager):
         answer = self.host.retain(keys, req_context)
         if hints is None or (hints.retain_s is None and not hints.drop):
             return answer
-        return self._unwritten.retain_below(self.tiers, keys, hints, answer)
+        return self._unwritten.retain_below(keys, hints, answer)
 
     def hand_over(self, keys: Sequence[OffloadKey]) -> HandedOver:
-        return self._unwritten.hand_over(self.tiers, keys)
+        return self._unwritten.hand_over(keys)
 
     def expect(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         self.prefetcher.expect_now(keys, req_context)
@@ -251,23 +247,19 @@ class TieredOffloadingManager(TieredManager):
         self, blocks: LoadStoreSpec | Sequence[OffloadKey], req_context: ReqContext | None = None, success: bool = True
     ) -> None:
         self.host.complete_store(blocks, req_context, success)
-        if success:
-            keys = self.host.table.loadable_keys(blocks.slots) if isinstance(blocks, LoadStoreSpec) else blocks
-            if self._unwritten.slots:
-                self._unwritten.entered(keys)
-            for tier in self.tiers:
-                tier.writes.stored(keys)
-        else:
-            for tier in self.tiers:
-                # Chains that wait for blocks which were to become ready in the host are planned again.
-                tier.writes.stored(list(tier.writes.backlog.awaited))
+        keys = self.host.table.loadable_keys(blocks.slots) if isinstance(blocks, LoadStoreSpec) else blocks
+        if success and self._unwritten.slots:
+            self._unwritten.entered(keys)
+        for tier in self.tiers:
+            # After a failure, chains that wait for blocks which were to become ready in the host are planned again.
+            tier.writes.stored(keys if success else list(tier.writes.backlog.awaited))
         self._steps.write()
 
     def note_dropped(self, keys: Sequence[OffloadKey]) -> None:
         """Counts writes of ``keys``, which the host has no room for."""
         for tier in self.tiers:
             tier.count("dropped_writes", int(np.count_nonzero(tier.writes.lacks(keys))))
-        self._reasons.record(keys, MissReason.NO_ROOM)
+        self._common.reasons.record(keys, MissReason.NO_ROOM)
 
     # Counts, and the end.
 
@@ -281,12 +273,12 @@ class TieredOffloadingManager(TieredManager):
     def take_counts(self) -> Mapping[str, float]:
         now, moved = self._clock(), {} if self._steps.moved is None else self._steps.moved.take()
         gauges = [each for tier in self.tiers for each in tier.take_gauges(now).items()]
-        counts = {name: count for name, count in self._counts.items() if count}
-        self._counts.clear()
+        counts = {name: count for name, count in self._common.counts.items() if count}
+        self._common.counts.clear()
         return {**self.host.take_counts(), **counts, **moved, **dict(gauges)}
 
     def explain_miss(self, key: OffloadKey) -> Miss:
-        return explain_miss(key, self.host.explain_miss(key), self._reasons.explain(key), self.tiers)
+        return explain_miss(key, self.host.explain_miss(key), self._common.reasons.explain(key), self.tiers)
 
     def drop(self, keys: Sequence[OffloadKey], only_host: bool = False) -> None:
         self._waits.drop(keys)
@@ -302,7 +294,9 @@ class TieredOffloadingManager(TieredManager):
         keys from now on. See ``OffloadingManager.reset``."""
         self.prefetcher.clear()
         self._waits.release_all()
-        self._steps.clear_chains()
+        self._steps.touched.clear()
+        for tier in self.tiers:
+            tier.writes.clear()
         self.host.reset()
         for tier in self.tiers:
             is_shared = tier.tier.is_shared
@@ -325,11 +319,6 @@ class TieredOffloadingManager(TieredManager):
     @property
     def num_removed(self) -> int:
         return self.host.num_removed
-
-    @property
-    def num_used_blocks(self) -> int:
-        """Blocks that take a slot of the host now, those being written included."""
-        return self.host.num_used_blocks
 
     def check_integrity(self) -> None:
         self.host.check_integrity()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from kvoffload.abc import IntegrityError, Need, OffloadKey, ReqContext
 from kvoffload.abc.tier import HIT
 from kvoffload.cache.keys import NAMESPACE_BYTES, seem_of_several_groups
 from kvoffload.cache.manager import PolicyOffloadingManager
+from kvoffload.tiering.common import Common
 from kvoffload.tiering.lookup import LoadGate, TierSearch, find_hit
 from kvoffload.tiering.rates import MovingRate
 from kvoffload.tiering.waits import Waits
@@ -200,24 +201,16 @@ class Prefetcher:
     several KV cache groups are left out. ``on_device``: blocks that the device holds in place of the host.
     """
 
-    def __init__(
-        self,
-        host: PolicyOffloadingManager,
-        waits: Waits,
-        gate: LoadGate,
-        counts: defaultdict[str, float],
-        clock: Callable[[], float],
-        on_device: Collection[OffloadKey],
-    ) -> None:
-        self._host = host
+    def __init__(self, common: Common, waits: Waits, gate: LoadGate, on_device: Collection[OffloadKey]) -> None:
+        self._host = common.host
+        self._counts = common.counts
+        self._clock = common.clock
         self._waits = waits
         self._gate = gate
-        self._counts = counts
-        self._clock = clock
         self._on_device = on_device
-        self.chains = ExpectedChains(KEYS_PER_BLOCK * host.num_blocks)
+        self.chains = ExpectedChains(KEYS_PER_BLOCK * common.host.num_blocks)
         self.expected = self.chains.by_name
-        self.blocks = PrefetchedBlocks(host)
+        self.blocks = PrefetchedBlocks(common.host)
         self.held = self.blocks.held
         self.reading: _Batch | None = None
         self._order = itertools.count()

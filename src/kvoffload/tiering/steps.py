@@ -1,17 +1,17 @@
-"""What is done with tiers for each request, in every step of the engine, and while it waits for them."""
+"""TierSteps: what is done with tiers for each request, in every step of the engine, and while it waits for them."""
 
 from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from itertools import compress
 
 import numpy as np
 
 from kvoffload.abc import OffloadKey, ReqContext, Slots, TierResult
 from kvoffload.cache.bills import MovedBytes
-from kvoffload.cache.manager import PolicyOffloadingManager
+from kvoffload.tiering.common import Common
 from kvoffload.tiering.guard import GuardedTier
 from kvoffload.tiering.health import TierState
 from kvoffload.tiering.plan import Bools
@@ -28,8 +28,7 @@ MAX_REQUESTS = 4096
 
 
 class TierSteps:
-    """Takes in what ``tiers`` have ended, begins reads, and writes of at most ``max_writing`` blocks per tier, and
-    switches off tiers that have a fault.
+    """Takes in what tiers have ended, begins reads and writes, and switches off tiers that have a fault.
 
     A chain that was touched is offered to tiers at once, to be written. If the host has nothing of it, that is left to
     the next ``write``, unless its request waits for a tier by then, which may bring all of it: then it is offered when
@@ -40,15 +39,8 @@ class TierSteps:
     so that no head is older than its tail.
     """
 
-    def __init__(
-        self,
-        host: PolicyOffloadingManager,
-        tiers: Sequence[TierState],
-        waits: Waits,
-        max_writing: int,
-        moved: MovedBytes | None,
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, common: Common, waits: Waits) -> None:
+        host, tiers, tenants = common.host, common.tiers, common.settings.tenants
         self.is_off = not tiers
         """Whether all tiers are off."""
         self.may_change = False
@@ -56,17 +48,17 @@ class TierSteps:
         holds a block, or was switched off."""
         self.on_device: set[OffloadKey] = set()
         """What the device holds of the requests that have ended, if ``host`` does not repeat it."""
-        self.moved = moved
-        self.max_writing = max_writing
-        """Each tier has its own share: one that hangs stops no other."""
+        self.moved = MovedBytes(tenants) if tenants is not None and tenants.names else None
+        self.max_writing = max(1, int(host.num_blocks * common.settings.write_share) // max(1, len(tiers)))
+        """Blocks that one tier writes at a time. Each has its own share: one that hangs stops no other."""
+        self.touched: dict[str, Sequence[OffloadKey]] = {}
+        """Chains, by request, that were touched since the last ``write``, without those of requests that wait."""
         self._host = host
         self._tiers = tiers
         self._waits = waits
-        self._clock = clock
+        self._clock = common.clock
         self._held_back: OrderedDict[str, int] = OrderedDict()
         """By request, the blocks of its chain whose use is counted when it ends."""
-        self._touched: dict[str, Sequence[OffloadKey]] = {}
-        """Chains, by request, that were touched since the last ``write``."""
 
     # Requests.
 
@@ -93,7 +85,7 @@ class TierSteps:
             return []
         if context is not None and context.may_wait and (found < 0).all():
             if not _ends_session(context):
-                self._touched[context.req_id] = chain
+                self.touched[context.req_id] = chain
         elif not _ends_session(context):
             self._offer(chain, None if context is None else context.req_id)
         return [tier.tier for tier in working]
@@ -110,7 +102,7 @@ class TierSteps:
         if context is not None:
             request = context.req_id
             num_held_back = self._held_back.pop(request, 0)
-            self._touched.pop(request, None)
+            self.touched.pop(request, None)
         head, tail = keys[:num_held_back], keys[num_held_back:]
         for tier in self._tiers:
             if tier.can_read or tier.takes_chains:
@@ -122,13 +114,9 @@ class TierSteps:
             if tier.takes_chains and (not _ends_session(context) or not promised.isdisjoint(chain)):
                 tier.writes.offer(chain, request, is_whole=True)
 
-    def begin_wait(self, wait: Wait) -> None:
-        """A request waits for blocks, which may be all of its chain."""
-        wait.chain = self._touched.pop(wait.context.req_id, wait.chain)
-
     def end_wait(self, wait: Wait) -> None:
-        """A request waits no more."""
-        for tier in self._tiers if wait.chain else ():
+        """A request with a chain that was not offered yet waits no more."""
+        for tier in self._tiers:
             if tier.takes_chains and len(wait.promoted.get(tier.name, ())) < len(wait.chain):
                 tier.writes.offer(wait.chain, wait.context.req_id, is_whole=False)
 
@@ -139,18 +127,13 @@ class TierSteps:
 
     def write(self) -> None:
         """Offers the chains that were touched, and begins to write as many blocks as there is room for."""
-        if self._touched:
-            for request, chain in self._touched.items():
+        if self.touched:
+            for request, chain in self.touched.items():
                 self._offer(chain, request)
-            self._touched.clear()
+            self.touched.clear()
         for tier in self._tiers:
-            if tier.writes.backlog.is_ready:
+            if tier.writes.backlog.num_ready:
                 tier.write(self.max_writing - len(tier.writes.writing), self._clock())
-
-    def clear_chains(self) -> None:
-        self._touched.clear()
-        for tier in self._tiers:
-            tier.writes.clear()
 
     # Steps.
 
@@ -181,9 +164,8 @@ class TierSteps:
                 self.note_device([key for key in writes.keys if key in self.on_device])
         if reads.keys:
             self._waits.end_reads(tier, reads)
-        for ended, health in ((writes, tier.write_health), (reads, tier.read_health)):
-            health.judge(ended, self._clock())
-            if self.moved is not None:
+        if self.moved is not None:
+            for ended in (writes, reads):
                 self.moved.add(tier.name, ended.good.keys, ended.good.nbytes)
         return bool(reads.keys)
 

@@ -4,7 +4,7 @@ until it has."""
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from itertools import compress, takewhile
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from kvoffload.abc import HandedOver, Hints, IntegrityError, OffloadKey, Retained, RetainRefusal, Tier
 from kvoffload.abc.tier import HIT
-from kvoffload.cache.manager import PolicyOffloadingManager
+from kvoffload.tiering.common import Common
 
 if TYPE_CHECKING:
     from kvoffload.tiering.health import TierState
@@ -25,45 +25,45 @@ _NOT_PINNED = -1
 
 
 class UnwrittenPins:
-    """Pins blocks in ``host`` until the tiers to which they were promised have them, see PromisedBlocks."""
+    """Pins blocks in the host until the tiers to which they were promised have them, see PromisedBlocks."""
 
-    def __init__(self, host: PolicyOffloadingManager, tiers: Sequence[Tier], clock: Callable[[], float]) -> None:
-        self._host = host
-        self.most = max(1, int(host.num_blocks * UNWRITTEN_SHARE))
+    def __init__(self, common: Common) -> None:
+        self._common = common
+        self._host = common.host
+        self.most = max(1, int(common.host.num_blocks * UNWRITTEN_SHARE))
         self.slots: dict[OffloadKey, int] = {}
         """Host slots, read only for others; _NOT_PINNED while a block is being copied to the host."""
-        self.of_tiers = [PromisedBlocks(self, tier, clock) for tier in tiers]
 
-    def retain_below(
-        self, tiers: Sequence[TierState], keys: Sequence[OffloadKey], hints: Hints, in_host: Retained
-    ) -> Retained:
-        """Retains ``keys`` in the first of ``tiers`` whose quota has room for them, if the host, which has answered
+    def retain_below(self, keys: Sequence[OffloadKey], hints: Hints, in_host: Retained) -> Retained:
+        """Retains ``keys`` in the first tier whose quota has room for them, if the host, which has answered
         ``in_host``, has none. What the tier has not got yet stays in host memory until it is written. Or ends what the
         session of ``hints`` has retained."""
-        asked = [tier for tier in tiers if not tier.is_off]
+        asked = [tier for tier in self._common.tiers if not tier.is_off]
         if hints.drop or not hints.retain_s:
             for tier in asked if hints.session is not None else ():
                 tier.tier.retain((), hints.session, 0.0)
             return in_host
+        if in_host.refusal in (None, RetainRefusal.NOTHING):
+            return in_host
         answer = in_host
-        for tier in asked if in_host.refusal not in (None, RetainRefusal.NOTHING) else ():
+        for tier in asked:
             lacking = _lacking(tier, keys)
             may_wait = tier.takes_chains and self.num_with_room(lacking) == len(lacking)
             refusal: RetainRefusal | None = RetainRefusal.NOT_WRITTEN
             if not lacking or may_wait:
                 refusal = tier.tier.retain(keys, hints.session, hints.retain_s)
             if refusal is None:
-                self.of_tiers[tier.index].add(lacking)
+                tier.writes.promised.add(lacking)
                 return Retained(None, tier.name, len(keys))
             if refusal is not RetainRefusal.NO_QUOTA:
                 answer = Retained(refusal)
         return answer
 
-    def hand_over(self, tiers: Sequence[TierState], keys: Sequence[OffloadKey]) -> HandedOver:
-        """Promises ``keys`` to the shared ones of ``tiers``. What one has not got yet stays in host memory until it
-        has, if there is room for all of them."""
+    def hand_over(self, keys: Sequence[OffloadKey]) -> HandedOver:
+        """Promises ``keys`` to the shared tiers. What one has not got yet stays in host memory until it has, if there
+        is room for all of them."""
         places, most = dict[str, str](), 0
-        for tier in tiers:
+        for tier in self._common.tiers:
             if tier.tier.is_shared and tier.takes_chains and tier.tier.stats().capacity_bytes != 0:
                 lacking = _lacking(tier, keys)
                 num_waiting = self.num_with_room(lacking)
@@ -71,7 +71,7 @@ class UnwrittenPins:
                     most = max(most, keys.index(lacking[num_waiting]))
                 else:
                     places[tier.name], most = tier.tier.hand_over(keys), len(keys)
-                    self.of_tiers[tier.index].add(lacking)
+                    tier.writes.promised.add(lacking)
         return HandedOver(places, most)
 
     def num_with_room(self, keys: Sequence[OffloadKey]) -> int:
@@ -91,14 +91,14 @@ class UnwrittenPins:
 
     def release(self, keys: Collection[OffloadKey]) -> None:
         """Unpins those of ``keys`` for which no tier waits any more."""
-        over = [key for key in keys if not any(key in promised.deadlines for promised in self.of_tiers)]
+        tiers = self._common.tiers
+        over = [key for key in keys if not any(key in tier.writes.promised.deadlines for tier in tiers)]
         if slots := [slot for slot in map(self.slots.pop, over) if slot != _NOT_PINNED]:
             self._host.complete_load(self._host.lease(slots))
 
     def check_integrity(self) -> None:
         """Raises IntegrityError if more blocks are pinned than may be, or no tier waits for them."""
-        waiting = {key for promised in self.of_tiers for key in promised.deadlines}
-        if self.slots.keys() != waiting:
+        if self.slots.keys() != {key for tier in self._common.tiers for key in tier.writes.promised.deadlines}:
             raise IntegrityError("blocks are pinned for writing for ever")
         if len(self.slots) > self.most:
             raise IntegrityError("more blocks are pinned for writing than may be")
@@ -111,10 +111,10 @@ def _lacking(tier: TierState, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
 class PromisedBlocks:
     """What ``tier`` is to retain or to hand over and has not got yet, each for at most WRITE_WITHIN_S."""
 
-    def __init__(self, pins: UnwrittenPins, tier: Tier, clock: Callable[[], float]) -> None:
+    def __init__(self, common: Common, pins: UnwrittenPins, tier: Tier) -> None:
         self._pins = pins
         self._tier = tier
-        self._clock = clock
+        self._clock = common.clock
         self.deadlines: OrderedDict[OffloadKey, float] = OrderedDict()
         """Read only for others. The first to end first."""
 

@@ -1,43 +1,31 @@
-"""What each request waits for from lower tiers, until when, which of it is read next, and what is pinned for it because
-it has arrived."""
+"""Waits: what each request waits for from lower tiers, until when, and what is pinned for it because it has arrived."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from bisect import bisect_left
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
-from operator import attrgetter
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvoffload.abc import IntegrityError, LoadStoreSpec, MissReason, OffloadKey, ReqContext, Slots, TierError
-from kvoffload.abc.tier import HIT, RETRY
-from kvoffload.cache.manager import PolicyOffloadingManager
-from kvoffload.cache.misses import MissMemory
+from kvoffload.tiering.common import Common
+from kvoffload.tiering.health import TierState
 from kvoffload.tiering.rates import Ended
+from kvoffload.tiering.reads import Reads
 
-if TYPE_CHECKING:
-    from kvoffload.tiering.health import TierState
-
-PROMOTION_SHARE = 0.5
-"""At most this share of the host's blocks is being read from lower tiers, or pinned for requests that waited for them.
-"""
 MAX_WAITS = 4096
 """Requests with a Wait. Above this limit, requests use only host memory."""
 FAILED = {
     TierError.CORRUPT: (MissReason.CORRUPT, "bad_blocks"),
     # Others have evicted it since the lookup, or this process has deleted it.
     TierError.GONE: (MissReason.EVICTED, ""),
+    TierError.IO: (MissReason.READ_FAILED, "read_failures"),
 }
-READ_FAILED = (MissReason.READ_FAILED, "read_failures")
-"""Why a block that could not be read is missing, and what is counted."""
-MAX_READS = 1024
-"""Maximum number of blocks that are read from one tier at a time."""
+"""Why a block that could not be read is missing, and what is counted. All other errors are as IO."""
 
 
 @dataclass(slots=True, eq=False)
@@ -70,210 +58,31 @@ class Wait:
         return bool(self.wanted or self.reading)
 
 
-_number = attrgetter("number")
-
-
-@dataclass(slots=True, eq=False)
-class ReadBatch:
-    """Blocks that a tier was given to read in one call."""
-
-    slots: dict[OffloadKey, int]
-    """Host slots of the blocks that are still under way."""
-    waits: dict[Wait, None]
-    """Those of requests that wait for some of them. Some may have stopped waiting."""
-    is_overdue: bool = False
-    """The read was under way when the tier's reads hung. No request waits for it, and its host slots are not free
-    until the tier reports it."""
-
-
-class Reads:
-    """Gives ``tiers`` what requests wait for to read into slots of ``host``. A request waits for ``deadline_s``;
-    ``counts`` has the counters of METRICS, by name."""
-
-    def __init__(
-        self,
-        host: PolicyOffloadingManager,
-        tiers: Sequence[TierState],
-        deadline_s: float,
-        counts: defaultdict[str, float],
-    ) -> None:
-        self._host = host
-        self._tiers = tiers
-        self._deadline_s = deadline_s
-        self._counts = counts
-        self.queue: list[Wait] = []
-        """The waits with blocks that are to be read, the oldest first. Read only for others."""
-        self.num_queued = [0] * len(tiers)
-        """By tier, how many blocks these are."""
-
-    # The queue.
-
-    def put(self, wait: Wait, wanted: dict[OffloadKey, int]) -> None:
-        """Replaces the blocks that are to be read for ``wait``."""
-        if not wanted and not wait.wanted:
-            return
-        at = bisect_left(self.queue, wait.number, key=_number)
-        if not wanted:
-            del self.queue[at]
-        elif not wait.wanted:
-            self.queue.insert(at, wait)
-        before, after = list(wait.wanted.values()), list(wanted.values())
-        for tier in range(len(self._tiers)):
-            self.num_queued[tier] += after.count(tier) - before.count(tier)
-        wait.wanted = wanted
-
-    def join(self, wait: Wait, wanted: dict[OffloadKey, int]) -> dict[OffloadKey, int]:
-        """Makes ``wait`` wait for those of ``wanted`` that are being read already. Returns the others."""
-        for tier in self._tiers:
-            if tier.reads and (shared := tier.reads.keys() & wanted.keys()):
-                for key in shared:
-                    batch = tier.reads[key]
-                    if not batch.is_overdue:
-                        batch.waits[wait] = None
-                        wait.reading.add(key)
-                wanted = {key: source for key, source in wanted.items() if key not in shared}
-        return wanted
-
-    # Reading.
-
-    def room(self, most: int) -> int:
-        """Returns for how many more blocks the host has room now, if ``most`` may be under way."""
-        return min(most - sum([len(tier.reads) for tier in self._tiers]), self._host.num_available_blocks)
-
-    def begin(self, most: int, step: int, now: float) -> bool:
-        """Begins to read what is queued, while at most ``most`` blocks are under way. Returns whether anything was
-        begun. A tier may have lost what was found before ``step``."""
-        has_begun, allowed = False, [self._num_in_time(tier) for tier in self._tiers]
-        for wait in self.queue.copy():
-            room = self.room(most)
-            if room <= 0 or not any(n > 0 < queued for n, queued in zip(allowed, self.num_queued, strict=True)):
-                break
-            has_begun |= self._read(wait, room, allowed, wait.asked_in == step, now)
-        return has_begun
-
-    def _num_in_time(self, tier: TierState) -> int:
-        """Returns how many more blocks the tier can read within the deadline. Blocks of a tier that is not read are
-        looked up in others."""
-        if not tier.can_read:
-            return MAX_READS
-        return tier.estimator.num_blocks_within(self._deadline_s, MAX_READS) - tier.num_reading
-
-    def _read(self, wait: Wait, room: int, allowed: list[int], is_new: bool, now: float) -> bool:
-        """Begins to read the next blocks of ``wait``, at most ``room``, and ``allowed`` of each tier, which become
-        fewer. Returns False if nothing has happened."""
-        room = min(room, self._host.room.num_storable(next(iter(wait.wanted))))
-        blocks, later = _split(wait.wanted, room, allowed)
-        if not blocks:
-            return False
-        blocks = self.join(wait, blocks)
-        if not is_new:
-            # Then no block is evicted for what a tier has lost.
-            blocks = self._readable(blocks)
-        output = self._host.allocate(list(blocks))
-        if output is None:
-            self.put(wait, blocks | later)
-            return False
-        self._counts["evicted_blocks"] += len(output.evicted_keys)
-        slots = dict(zip(output.keys_to_store, output.store_spec.slots.tolist(), strict=True))
-        for tier in self._tiers:
-            mine = {key: slot for key, slot in slots.items() if blocks[key] == tier.index}
-            if mine and tier.can_read:
-                taken = tier.tier.read(list(mine), np.fromiter(mine.values(), np.int64, len(mine)))
-                tier.begin_reads({key: slots.pop(key) for key in taken}, (wait,), now)
-                wait.reading.update(taken)
-                allowed[tier.index] -= len(taken)
-        if slots:
-            # Those that some tier still has are tried again.
-            self._host.take_back(self._host.lease(slots.values()))
-            later = self._readable(slots) | later
-        self.put(wait, later)
-        return True
-
-    def _readable(self, keys: Iterable[OffloadKey]) -> dict[OffloadKey, int]:
-        """Returns those of ``keys`` that some tier can read now, with the fastest that can."""
-        sources = dict.fromkeys(keys, -1)
-        for tier in self._tiers:
-            left = [key for key, source in sources.items() if source < 0] if tier.can_read else []
-            for i in np.flatnonzero(tier.tier.contains(left) == HIT).tolist() if left else ():
-                sources[left[i]] = tier.index
-        return {key: source for key, source in sources.items() if source >= 0}
-
-    def probe(self, tier: TierState, most: int, now: float) -> bool:
-        """Reads a block for no request from a tier that was paused, to see whether it works again, if there is room
-        for it."""
-        keys = tier.probe
-        if not tier.read_health.may_test:
-            tier.probe = ()
-            return False
-        states = tier.tier.contains(keys)
-        held, unanswered = np.flatnonzero(states == HIT), [keys[i] for i in np.flatnonzero(states == RETRY).tolist()]
-        if unanswered and not len(held):
-            if not any(tier.questions.find_late(unanswered, now)[0]):
-                return False
-            tier.read_health.lookups_failed(1, now)
-        tier.probe = ()
-        if not len(held) or most <= sum([len(tier.reads) for tier in self._tiers]):
-            return False
-        key = keys[int(held[0])]
-        output = self._host.allocate([key])
-        if output is None or not output.keys_to_store:
-            return False
-        self._counts["evicted_blocks"] += len(output.evicted_keys)
-        slots = output.store_spec.slots
-        if not tier.tier.read([key], slots):
-            self._host.take_back(output.store_spec)
-            return False
-        tier.read_health.begin_test(key)
-        tier.begin_reads({key: int(slots[0])}, (), now)
-        return True
-
-    def check_integrity(self, waits: Collection[Wait]) -> None:
-        """Raises IntegrityError if these are not those of ``waits`` that have blocks to be read."""
-        if self.queue != sorted((wait for wait in waits if wait.wanted), key=_number):
-            raise IntegrityError("the queue of reads lacks a wait, has one that wants nothing, or is not in order")
-        sources = [source for wait in self.queue for source in wait.wanted.values()]
-        if self.num_queued != [sources.count(tier) for tier in range(len(self._tiers))]:
-            raise IntegrityError("the blocks that are to be read are miscounted")
-
-
 class Waits:
-    """Begins the waits of requests, ends each when its blocks have arrived or ``deadline_s`` after it began, and pins
-    in ``host`` what has arrived, once for each request that waited for it, until that is released.
+    """Begins the waits of requests, ends each when its blocks have arrived or at its deadline, and pins in the host
+    what has arrived, once for each request that waited for it, until that is released.
 
     If a wait needs room that others hold, the latest of the younger ones gives up its pins; if there is none, one whose
-    blocks have been pinned for a whole deadline does. Its request may wait again. ``count`` takes the counters of
-    METRICS, by name; ``reasons`` remembers why blocks were missed.
+    blocks have been pinned for a whole deadline does. Its request may wait again.
     """
 
-    def __init__(
-        self,
-        host: PolicyOffloadingManager,
-        tiers: Sequence[TierState],
-        deadline_s: float,
-        counts: defaultdict[str, float],
-        reasons: MissMemory,
-        clock: Callable[[], float],
-    ) -> None:
-        self.max_blocks = max(1, int(host.num_blocks * PROMOTION_SHARE))
-        """Blocks that may be under way or pinned."""
+    def __init__(self, common: Common) -> None:
         self.step = 0
         """Grows with each ``poll``."""
-        self.reads = Reads(host, tiers, deadline_s, counts)
-        self._host = host
-        self._tiers = tiers
-        self._deadline_s = deadline_s
-        self._counts = counts
-        self._reasons = reasons
-        self._clock = clock
+        self.reads = Reads(common)
+        self._host = common.host
+        self._tiers = common.tiers
+        self._deadline_s = common.load_deadline_s
+        self._counts = common.counts
+        self._reasons = common.reasons
+        self._clock = common.clock
         self._by_request: dict[str, Wait] = {}
         """The oldest first."""
         self._begun: OrderedDict[Wait, float] = OrderedDict()
         """When each wait began, the earliest first. Some may have ended since."""
         self._numbers = itertools.count()
-        self._pins = np.zeros(host.num_blocks, dtype=np.int32)
+        self._pins = np.zeros(common.host.num_blocks, dtype=np.int32)
         """By host slot, the waits that it is pinned for."""
-        self._num_pinned = 0
-        """Slots that are pinned for some wait."""
 
     def __len__(self) -> int:
         return len(self._by_request)
@@ -363,11 +172,11 @@ class Waits:
             self._give_up_late(now)
         for tier in self._tiers:
             if tier.probe:
-                has_begun |= self.reads.probe(tier, self.max_blocks - self._num_pinned, now)
+                has_begun |= self.reads.probe(tier, now)
         if self.reads.queue:
             if may_take_back and not any(tier.num_reading for tier in self._tiers):
                 self._take_back_for(self.reads.queue[0], now)
-            has_begun |= self.reads.begin(self.max_blocks - self._num_pinned, self.step, now)
+            has_begun |= self.reads.begin(self.step, now)
         self.step += 1
         return has_begun
 
@@ -384,7 +193,7 @@ class Waits:
     def _take_back_for(self, wait: Wait, now: float) -> None:
         """If there is no room for ``wait``, another one gives up its pins: the latest of the younger ones, otherwise
         the latest of those whose blocks have been pinned for a whole deadline."""
-        if not self._num_pinned or self.reads.room(self.max_blocks - self._num_pinned) > 0:
+        if not self.reads.num_pinned or self.reads.room > 0:
             return
         holders = [other for other in reversed(self._by_request.values()) if other.pinned and other is not wait]
         younger = (other for other in holders if other.number > wait.number)
@@ -403,9 +212,9 @@ class Waits:
         for batch, ended in tier.end_reads(reads, now).items():
             good = dict(zip(ended.keys, map(batch.slots.pop, ended.keys), strict=True))
             if not ended.all_ok:
-                failed = [good.pop(result.key) for result in ended.results if not result.ok]
-                self._host.take_back(self._host.lease(failed))
-                self._explain_failures(tier, ended)
+                errors = {result.key: result.error for result in ended.results if result.error is not None}
+                self._host.take_back(self._host.lease([good.pop(key) for key in errors]))
+                self._explain_failures(tier, errors)
             if good:
                 self._host.complete_store(self._host.lease(good.values()))
                 self._counts["promoted_blocks"] += len(good)
@@ -419,14 +228,13 @@ class Waits:
                 if arrived:
                     self._pin(wait, arrived, tier.name, now)
 
-    def _explain_failures(self, tier: TierState, ended: Ended) -> None:
-        for key, error in zip(ended.keys, ended.errors, strict=True):
-            if error is not None:
-                reason, counter = FAILED.get(error, READ_FAILED)
-                tier.writes.note_lost(1)
-                self._reasons.record([key], reason)
-                if counter:
-                    tier.count(counter, 1)
+    def _explain_failures(self, tier: TierState, errors: Mapping[OffloadKey, TierError]) -> None:
+        tier.writes.note_lost(len(errors))
+        for key, error in errors.items():
+            reason, counter = FAILED.get(error, FAILED[TierError.IO])
+            self._reasons.record([key], reason)
+            if counter:
+                tier.count(counter, 1)
 
     # Pins.
 
@@ -435,7 +243,7 @@ class Waits:
         lease = self._host.lease(slots.values())
         is_pinned = self._host.pin(lease)
         new = lease.slots[is_pinned]
-        self._num_pinned += int(np.count_nonzero(self._pins[new] == 0))
+        self.reads.num_pinned += int(np.count_nonzero(self._pins[new] == 0))
         self._pins[new] += 1
         arrived = dict(compress(slots.items(), is_pinned.tolist()))
         wait.pinned.update(arrived)
@@ -473,7 +281,7 @@ class Waits:
         pinned = wait.pinned
         slots = np.array([pinned.pop(key) for key in keys if key in pinned], dtype=np.int64)
         self._pins[slots] -= 1
-        self._num_pinned -= int(np.count_nonzero(self._pins[slots] == 0))
+        self.reads.num_pinned -= int(np.count_nonzero(self._pins[slots] == 0))
         return slots
 
     def check_integrity(self) -> None:
@@ -492,25 +300,6 @@ class Waits:
                 is_pinned = status is not None and status.slot == slot and status.ref_cnt > 0
                 if not is_pinned and not self._host.table.dropped[slot]:
                     raise IntegrityError("a block that is pinned for a request can be evicted")
-        if (pins != self._pins).any() or np.count_nonzero(pins) != self._num_pinned:
+        if (pins != self._pins).any() or np.count_nonzero(pins) != self.reads.num_pinned:
             raise IntegrityError("the pins of promoted blocks do not match the requests that waited for them")
-        if self._num_pinned + sum(len(tier.reads) for tier in self._tiers) > self.max_blocks:
-            raise IntegrityError("more blocks were promoted than PROMOTION_SHARE allows")
         self.reads.check_integrity(waits)
-
-
-def _split(
-    wanted: dict[OffloadKey, int], room: int, allowed: Sequence[int]
-) -> tuple[dict[OffloadKey, int], dict[OffloadKey, int]]:
-    """Returns the next blocks to read, at most ``room``, and at most ``allowed`` of each tier; and the others."""
-    if len(wanted) <= min(room, *allowed):
-        return wanted, {}
-    sources, left, blocks = list(wanted.values()), list(allowed), dict[OffloadKey, int]()
-    most = min(room, sum(min(max(0, n), sources.count(tier)) for tier, n in enumerate(allowed)))
-    for key, tier in wanted.items():
-        if len(blocks) == most:
-            break
-        if left[tier] > 0:
-            left[tier] -= 1
-            blocks[key] = tier
-    return blocks, {key: tier for key, tier in wanted.items() if key not in blocks}

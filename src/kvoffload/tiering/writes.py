@@ -8,13 +8,13 @@ from functools import partial
 
 import numpy as np
 
-from kvoffload.abc import Admission, IntegrityError, KVGroup, MissReason, OffloadKey, Tier, TierError
+from kvoffload.abc import Admission, IntegrityError, MissReason, OffloadKey, Tier, TierError
 from kvoffload.abc.tier import HIT, MISS, PENDING
-from kvoffload.cache.manager import PolicyOffloadingManager
-from kvoffload.tiering.chains import Backlog, Chain, ChainState, TierBlocks, WriteLog, WriteOutcome
+from kvoffload.tiering.chains import Backlog, Chain, ChainState, TierBlocks, WriteLog, WriteOutcome, among
+from kvoffload.tiering.common import Common
 from kvoffload.tiering.plan import Bools, ChainLayout, WritePlan, plan_writes
 from kvoffload.tiering.rates import Ended
-from kvoffload.tiering.unwritten import PromisedBlocks
+from kvoffload.tiering.unwritten import PromisedBlocks, UnwrittenPins
 
 MAX_REWRITES = 1
 """How often a chain is written again from where a write has failed."""
@@ -65,8 +65,7 @@ class Pace:
 
 
 class WriteThrough:
-    """Writes to ``tier`` the blocks that it lacks of chains that requests touch or store. Their bytes come from
-    ``host``.
+    """Writes to ``tier`` the blocks that it lacks of chains that requests touch or store.
 
     A block is written only if every earlier block that a lookup needs is in the tier or is being written: in a group
     with full attention every block, in a group with a window the blocks that a request needs to resume at some later
@@ -78,34 +77,31 @@ class WriteThrough:
     Chains with blocks of ``promised``, which the tier has promised to retain, are written first and up to the last of
     these, whatever the admission says. If that fails they are written again until ``promised`` ends.
 
-    ``admission``: only leading blocks of a chain that it accepts are written; None accepts all. ``backlog_share``: keys
-    in the backlog, as a multiple of the host's blocks. ``count`` takes the counters ``tier_NAME`` of METRICS, by NAME.
+    ``admission``: only leading blocks of a chain that it accepts are written; None accepts all. ``pins`` has the pins
+    of promised blocks. ``count`` takes the counters ``tier_NAME`` of METRICS, by NAME.
     """
 
     def __init__(
         self,
-        host: PolicyOffloadingManager,
+        common: Common,
         tier: Tier,
-        groups: Sequence[KVGroup],
-        backlog_share: float,
         admission: Admission | None,
-        promised: PromisedBlocks,
+        pins: UnwrittenPins,
         count: Callable[[str, float], None],
-        clock: Callable[[], float],
     ) -> None:
-        self._host = host
+        self._host = common.host
         self._tier = tier
-        self.promised = promised
-        self._layout = ChainLayout(groups)
+        self._clock = common.clock
         self._count = count
-        self._clock = clock
+        self._layout = ChainLayout(common.settings.groups)
         self.admission = admission
-        self._blocks = TierBlocks(host, tier, self._layout)
+        self.promised = PromisedBlocks(common, pins, tier)
+        self._blocks = TierBlocks(common.host, tier, self._layout)
         self.writing: KeysView[OffloadKey] = self._blocks.history_of.keys()
         """Blocks that the tier has not reported yet, each with a pin in the host."""
         # Chains name a state for every unit; hardly any of them exist.
         keys_per_block = sum(self._layout.blocks_per_unit) / self._layout.kv_blocks_per_unit
-        self.backlog = Backlog(max(1, int(host.num_blocks * backlog_share * keys_per_block)))
+        self.backlog = Backlog(max(1, int(self._host.num_blocks * common.settings.backlog_share * keys_per_block)))
         self._pace = Pace()
 
     # State.
@@ -114,13 +110,13 @@ class WriteThrough:
     def is_busy(self) -> bool:
         """Whether there is a backlog, or promised blocks are being written, and the tier makes progress."""
         urgent = (self.backlog.awaited, self.promised.deadlines)
-        has_work = self.backlog.is_ready or not all(map(self.writing.isdisjoint, urgent))
+        has_work = self.backlog.num_ready > 0 or not all(map(self.writing.isdisjoint, urgent))
         return has_work and self._pace.is_patient(self._clock())
 
     def lacks(self, keys: Sequence[OffloadKey]) -> Bools:
         """Returns which of ``keys`` are worth having in the host, so that they can be written: the tier neither holds
         them nor is being given them, and the admission accepts them."""
-        return ~(self.is_done(keys) | self._blocks.are_under_way(keys))
+        return ~(self.is_done(keys) | among(keys, self.writing))
 
     def is_done(self, keys: Sequence[OffloadKey]) -> Bools:
         """Returns which of ``keys`` the tier holds, or will not be given."""
@@ -189,7 +185,7 @@ class WriteThrough:
 
     def stored(self, keys: Collection[OffloadKey]) -> None:
         """Called when ``keys`` have become ready in the host."""
-        if self.backlog.wake(keys):
+        if not self.backlog.awaited.isdisjoint(keys) and self.backlog.wake(keys):
             self._pace.progress_at = self._clock()
 
     def note_lost(self, num_blocks: int) -> None:
@@ -271,7 +267,8 @@ class WriteThrough:
                     failed[history] = failed.get(history, False) or result.error is not TierError.GONE
                 elif not result.nbytes:
                     history.fates[result.key] = WriteOutcome.FOREIGN
-        self.backlog.wake(writes.keys)
+        if self.backlog.awaited:
+            self.backlog.wake(writes.keys)
         for history, is_failure in failed.items():
             history.num_failures += is_failure
             if history.chain is not None:
