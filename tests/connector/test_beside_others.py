@@ -62,7 +62,7 @@ def test_nothing_is_stored_of_a_request_that_ends_before_the_load_of_another_con
     rig.allocate(request, [1, 2, 3])
     rig.step()
     request.num_computed_tokens = 8
-    assert rig.half.request_finished(request, [1, 2, 3]) == (False, None)
+    assert rig.half.request_finished(request) == (False, None)
     assert not rig.step().stores
 
 
@@ -134,7 +134,7 @@ def test_a_remote_decode_is_meant_for_the_other_connector() -> None:
     rig = Rig(options=OTHERS)
     request = FakeRequest("p", prompt(8), REMOTE_DECODE)
     rig.start(request, [1, 2])
-    assert rig.half.request_finished(request, [1, 2]) == (False, None)
+    assert rig.half.request_finished(request) == (False, None)
 
 
 def test_the_options_of_a_client_go_on_with_a_remote_decode() -> None:
@@ -145,7 +145,7 @@ def test_the_options_of_a_client_go_on_with_a_remote_decode() -> None:
     request = FakeRequest("p", prompt(8), {**REMOTE_DECODE, PARAM: options})
     rig.start(request, [1, 2])
     passed_on = {"tenant": "a", "store": False, "max_tokens": 4}
-    assert rig.half.request_finished(request, [1, 2]) == (False, {PARAM: passed_on})
+    assert rig.half.request_finished(request) == (False, {PARAM: passed_on})
     second = FakeRequest("d", prompt(8), {PARAM: passed_on})
     rig.start(second, [3, 4])
     (state,) = rig.half.requests.values()

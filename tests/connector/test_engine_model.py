@@ -825,15 +825,15 @@ def factors_of(engine: ModelEngine) -> list[int]:
 
 def two_parts_exchanged(engine: ModelEngine) -> None:
     """The first block that is loaded gets the bytes of its first part where those of its second part belong."""
-    group_of, factors = engine.scheduler.layout.parts.group_of, factors_of(engine)
+    last, factors = engine.scheduler.layout.parts.last, factors_of(engine)
 
     def exchange(spec: TransferSpec) -> TransferSpec:
         starts = [first % factor for first, factor in zip(spec.device.block_indices, factors, strict=True)]
         sizes = zip(starts, spec.device.group_sizes, factors, strict=True)
         num_slots = [-(-(start + size) // factor) if size else 0 for start, size, factor in sizes]
         slots = spec.host.slots.copy()
-        for part in range(len(group_of) - 1):
-            if group_of[part] == group_of[part + 1] and num_slots[part]:
+        for part in range(len(num_slots)):
+            if part not in last and num_slots[part]:
                 first = sum(num_slots[:part])
                 second = first + num_slots[part]
                 slots[[first, second]] = slots[[second, first]]

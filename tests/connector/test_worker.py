@@ -377,10 +377,10 @@ def test_no_copy_is_in_progress_when_blocks_lose_their_memory(device: Device, ki
     assert device.block(6) == stored
 
 
-def test_a_copy_that_does_not_end_closes_the_transfer(device: Device) -> None:
+def test_a_copy_that_does_not_end_closes_the_transfer(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvoffload.connector.worker.SUSPEND_DEADLINE_S", 0.0)
     transfer = Late(device.transfer)
     worker = OffloadingConnectorWorker(transfer)
-    worker.suspend_deadline_s = 0.0
     worker.start_loads(StepMeta(loads={1: job([0], [1])}))
     worker.suspend()
     assert transfer.closed == 1

@@ -81,8 +81,8 @@ class DeviceBlocks:
         self._is_early += bytes(more)
 
     def _is_named(self, first: HeldBlock, held: HeldBlock, left: list[OffloadKey]) -> bool:
-        """Adds a further tenant's name for what a device block holds. Returns False if it holds something else. Adds to
-        ``left`` what is not held any more."""
+        """Adds a further tenant's name for what a device block holds, unless it holds something else: then returns
+        False. Adds to ``left`` what is not held any more."""
         if first[0][len(first[1]) :] != held[0][len(held[1]) :]:
             return False
         at, others = first[2], self._others.get(first[2], ())
