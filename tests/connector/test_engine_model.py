@@ -29,6 +29,7 @@ from kvoffload.connector.jobs import Job
 from kvoffload.connector.layout import NULL_BLOCK
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.request import Phase, Storing
+from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload.connector.stores import Due
 from kvoffload.connector.worker import Finished, OffloadingConnectorWorker, WeightWatch
 from kvoffload.transfer.follower import FollowerTransfer
@@ -314,6 +315,11 @@ def exclusive(seed: int) -> Scenario:
     return one_group.with_ranks(Random(seed))
 
 
+def loaded_next(scheduler: OffloadingConnectorScheduler) -> list[int]:
+    """Device blocks that the loads of the next step fill."""
+    return [at for spec in scheduler.jobs.meta.loads.values() for at in spec.device.block_ids.tolist()]
+
+
 def watch_the_device(engine: ModelEngine) -> None:
     """Raises Lost or Kept in the step in which it happens."""
     scheduler, build, manager = engine.scheduler, engine.scheduler.build_connector_meta, engine.policy_manager
@@ -322,7 +328,7 @@ def watch_the_device(engine: ModelEngine) -> None:
 
     def watched(step: ScheduledStep) -> StepMeta:
         handed_out = {block for tables in step.block_ids.values() for table in tables for block in table}
-        handed_out |= {*scheduler.jobs.handed_out, *scheduler.jobs.loading}
+        handed_out |= {*scheduler.jobs.handed_out, *loaded_next(scheduler)}
         before = {key for key in known if key in device and key not in manager.table}
         early = {key for key in before if device._is_early[device._latest[key]]}
         room = manager.num_available_blocks
@@ -432,7 +438,7 @@ def loads_do_not_take_device_blocks(engine: ModelEngine) -> None:
 
     def forgetful(build: Callable[[ScheduledStep], StepMeta], step: ScheduledStep) -> StepMeta:
         assert scheduler.stores.leaving is not None
-        device, loading = scheduler.stores.leaving.device, frozenset(scheduler.jobs.loading)
+        device, loading = scheduler.stores.leaving.device, frozenset(loaded_next(scheduler))
         held = {block: device._held[block] for block in loading if block < len(device._held) and device._held[block]}
         meta = build(step)
         for block, each in held.items():

@@ -107,11 +107,6 @@ class JobTable:
             self.changes.contents += 1
             self.changes.loads += 1
 
-    @property
-    def loading(self) -> list[int]:
-        """Device blocks that the loads of the next step fill."""
-        return [at for spec in self.meta.loads.values() for at in spec.device.block_ids.tolist()]
-
     def break_loads(self) -> list[Job]:
         """Reports the loads of the step as failed, and returns their jobs, which have ended."""
         ended = [self.remove(job_id) for job_id in self.meta.loads]

@@ -41,7 +41,7 @@ class LoadPlanner:
         offered, layout = 0 if match is None else match.tokens or 0, self.jobs.layout
         if num_tokens == offered or (num_tokens < offered and not layout.windows and not layout.states):
             try:
-                self._start(state, blocks, num_tokens)
+                self.start(state, blocks, num_tokens)
                 return True
             except BlockNotReadyError:
                 logger.exception("kvoffload: a promised block is gone; the request computes instead")
@@ -49,8 +49,8 @@ class LoadPlanner:
         self.jobs.observer.metrics.add("load_failures")
         return False
 
-    def _start(self, state: RequestState, blocks: KVBlocks, num_tokens: int) -> None:
-        """Raises BlockNotReadyError, and changes nothing, if a block is gone or the engine has no place for a state."""
+    def start(self, state: RequestState, blocks: KVBlocks, num_tokens: int) -> None:
+        """Raises BlockNotReadyError, and changes nothing, if a block is gone, or there is no place for a state."""
         end = state.filled.computed + num_tokens
         spans, device = self.device_spec(blocks, state.filled.computed, end)
         if any(not spans[g] for g in self.jobs.layout.states):

@@ -309,11 +309,6 @@ class RequestObserver:
         if self.descriptions is not None:
             self.descriptions.stored(job)
 
-    def take_events(self) -> Iterable[OffloadingEvent]:
-        """Returns the blocks that became loadable or were removed since the last call."""
-        events = self.manager.take_events()
-        return list(events) if self.descriptions is None else self.descriptions.add_to(events)
-
     def warn(self, message: str) -> None:
         """Logs ``message``, at most once in WARN_EVERY_S."""
         now = self.clock()

@@ -438,13 +438,8 @@ class RequestBlocks:
             return
         if next_store != self.next_store:
             self.next_store, self.stored_end = next_store, max(map(mul, next_store, sizes))
-        self.store_at = min(map(self._due_at, range(len(next_store))))
-
-    def _due_at(self, g: int) -> int:
-        """Returns the number of computed tokens at which the next block of group ``g`` becomes due."""
-        layout = self.layout
-        end = (self.next_store[g] + 1) * layout.block_tokens[g]
-        return NEVER if g in layout.states or end > self.max_stored_tokens else end
+        ends = [(next_store[g] + 1) * size for g, size in enumerate(sizes) if g not in self.layout.states]
+        self.store_at = min((end for end in ends if end <= self.max_stored_tokens), default=NEVER)
 
 
 @dataclass(eq=False)

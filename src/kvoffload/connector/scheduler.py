@@ -192,7 +192,8 @@ class OffloadingConnectorScheduler:
             self.observer.planned_last_stores([state for state, _ in jobs.finished])
         if (leaving_blocks := self.stores.leaving) is not None:
             self.loads.cut(handed_out)
-            leaving_blocks.store(jobs.loading, leaving, step.overwritten)
+            loading = [at for spec in meta.loads.values() for at in spec.device.block_ids.tolist()]
+            leaving_blocks.store(loading, leaving, step.overwritten)
             leaving_blocks.store_forgotten(requests.values())
         if jobs.jobs:
             jobs.fence(step, requests, handed_out)
@@ -299,7 +300,8 @@ class OffloadingConnectorScheduler:
     @guarded(lambda self: [])
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Returns the blocks that became loadable or were removed since the last call."""
-        return self.observer.take_events()
+        events, descriptions = self.manager.take_events(), self.observer.descriptions
+        return list(events) if descriptions is None else descriptions.add_to(events)
 
     @guarded(lambda self, is_pause=False: None)
     def reset(self, is_pause: bool = False) -> None:
