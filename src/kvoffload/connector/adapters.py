@@ -63,7 +63,6 @@ class Adapter(NamedTuple):
 
 
 AdapterOf: TypeAlias = Callable[[Request], Adapter | None]
-"""Returns the adapter of a request."""
 
 
 class AdapterNeed(NamedTuple):
@@ -72,7 +71,6 @@ class AdapterNeed(NamedTuple):
     adapter: int
     digests: Digests
     is_reread: bool = False
-    """See Adapter."""
 
 
 class AdapterWatch(Protocol):

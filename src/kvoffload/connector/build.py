@@ -168,7 +168,6 @@ class _HostPools:
                     "slot_bytes) with a block at least, or HostPool.handle() of a pool in another process"
                 )
         self.num_workers = engine.num_workers or len(pools)
-        """Ranks that use them."""
         if self.num_workers % len(pools):
             raise ConfigError(
                 "num_workers",

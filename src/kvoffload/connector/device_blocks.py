@@ -159,7 +159,6 @@ class DeviceBlocks:
         return None if self._states is None else self._states[device_block]
 
     def having(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Returns those of ``keys`` that the device holds."""
         return [key for key in keys if key in self._latest]
 
     def clear(self) -> list[OffloadKey]:

@@ -45,7 +45,6 @@ class Job:
     lease: LoadStoreSpec
     """The host slots that it reads or fills, as handed out. Those that a load in pieces has read are given back."""
     keys: Sequence[OffloadKey]
-    """What it copies."""
     blocks: Sequence[tuple[RequestState, Block]] = ()
     """What a store copies, in more detail, if events are to describe it."""
     device_blocks: frozenset[int] = frozenset()
@@ -57,7 +56,6 @@ class Job:
     epoch: int = 0
     """The number of resets before it began."""
     num_pending: int = 0
-    """Workers that have not reported it yet."""
     failed: bool = False
     rest: TransferSpec | None = None
     """What a load in pieces copies behind the piece in progress. Each piece has an id of its own."""
@@ -75,13 +73,11 @@ class JobTable:
     num_workers: int
     changes: Changes = field(default_factory=Changes)
     jobs: dict[int, Job] = field(default_factory=dict)
-    """By job id."""
     keys_loading: Counter[OffloadKey] = field(default_factory=Counter)
     """Keys that are being loaded, and the number of loads that copy each."""
     held: dict[str, tuple[RequestState, float]] = field(default_factory=dict)
     """Finished requests whose device blocks the engine keeps until all their blocks are stored, or a deadline."""
     meta: StepMeta = field(default_factory=StepMeta)
-    """The message of the next step."""
     allocated: set[str] = field(default_factory=set)
     """Requests that were given device blocks since the last step."""
     handed_out: list[int] = field(default_factory=list)

@@ -36,7 +36,6 @@ have been offered to load."""
 AWAITED = ReqContext("", goes_on=True)
 """Blocks that requests wait for are stored, whatever they seem to be worth."""
 NextFree: TypeAlias = Callable[[int], Iterable[int]]
-"""See EngineSpec."""
 LOST = (
     "kvoffload: more blocks left the device in one step than can be stored in it, and the others are lost (metric "
     "lost_blocks): requests that need them compute them again"

@@ -127,7 +127,6 @@ class RequestObserver:
     _speed: MovingRate = field(default_factory=MovingRate)
     """At which prompts are computed beside other requests, in tokens per second."""
     _num_records: int = 0
-    """Records that were made."""
     _last_warning: dict[str, float] = field(default_factory=dict)
 
     def begin(self, state: RequestState) -> None:

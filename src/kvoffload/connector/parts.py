@@ -42,7 +42,6 @@ class Parts:
 
     counts: tuple[int, ...]
     is_divided: bool = field(init=False, repr=False, compare=False)
-    """Whether any block has several parts."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "is_divided", max(self.counts, default=1) > 1)
@@ -155,20 +154,18 @@ def plan_parts(groups: Sequence[KVGroup], ranks: Sequence[Sequence[int]]) -> Par
                 waste = max(waste, 1 - used / (num_slots * slot_bytes))
         return PartPlan(parts, tuple(block_bytes), slot_bytes, waste)
 
-    def num_slots(plan: PartPlan) -> float:
-        return float(sum(map(mul, weights, plan.parts.counts)))
+    def cost(plan: PartPlan) -> tuple[bool, float, float]:
+        num_slots = float(sum(map(mul, weights, plan.parts.counts)))
+        if plan.waste < MAX_WASTE:
+            return False, num_slots, plan.waste
+        # More parts for less than a hundredth of the pool are not worth their cost.
+        return True, round(plan.waste, 2), num_slots
 
     whole = plan((1,) * len(groups))
     # If the ranks have different blocks, their slots cannot all be full: one of these divisions is good on average.
     average = [sum(sizes) for sizes in zip(*ranks, strict=True)]
     found = {counts for sizes in (*by_rank, average) for counts in _divisions(groups, sizes)}
-    plans = [whole, *map(plan, sorted(found))]
-    good = [each for each in plans if each.waste < MAX_WASTE]
-    if good:
-        best = min(good, key=lambda each: (num_slots(each), each.waste))
-    else:
-        # More parts for less than a hundredth of the pool are not worth their cost.
-        best = min(plans, key=lambda each: (round(each.waste, 2), num_slots(each)))
+    best = min([whole, *map(plan, sorted(found))], key=cost)
     return dataclasses.replace(best, waste_of_whole=whole.waste)
 
 

@@ -90,7 +90,6 @@ class RequestLookup:
 
     match: Match | None = None
     handover: Handover | None = None
-    """What another server hands over to it."""
     waiting_since: float | None = None
     """When the wait in progress began. Since then the engine was answered to ask again."""
     num_waits: int = 0
@@ -168,7 +167,6 @@ class RequestState:
     storing: Storing = Storing.ALLOWED
     may_load: bool = True
     num_jobs: int = 0
-    """Jobs in progress."""
 
     @property
     def may_store(self) -> bool:

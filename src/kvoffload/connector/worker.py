@@ -19,7 +19,6 @@ IDLE_WAIT_S = 0.002
 """How long each half waits in a step without tokens, the one for reads of lower tiers and the other for loads, so that
 an idle engine neither spins nor competes for the CPU with the threads that read."""
 MAX_TRIES = 2
-"""How often a job is tried."""
 SUSPEND_DEADLINE_S = 5.0
 """How long ``suspend`` waits for copies in progress."""
 
@@ -45,7 +44,6 @@ class _PendingJob:
     comparison: int
     """Number of the comparison of weights that must have ended before this job is reported as successful."""
     need: AdapterNeed | None = None
-    """The adapter that a load needs."""
     has_passed: Callable[[], bool | None] | None = None
     """Its check, which begins when the load has ended."""
     tries_left: int = MAX_TRIES - 1
