@@ -55,6 +55,22 @@ def test_what_another_connector_has_loaded_is_stored_when_its_request_runs() -> 
     assert rig.status(prompt(8)) == [0, 0]
 
 
+def test_after_a_reset_nothing_is_stored_of_what_another_connector_has_loaded() -> None:
+    """It may be of weights that are gone, whatever was in the device blocks before."""
+    rig = Rig(options=OTHERS)
+    rig.half.reset()
+    first = FakeRequest("first", prompt(8, start=50))
+    rig.report(*rig.start(first, [1, 2]).stores)
+    rig.half.request_finished(first)
+    request = FakeRequest("l", prompt(9))
+    rig.look_up(request)
+    rig.allocate(request, [1, 2, 3])
+    rig.step()
+    request.num_computed_tokens = 8
+    rig.allocate(request, [1, 2, 3])
+    assert not rig.step({request: 1}, new={"l": [1, 2, 3]}).stores
+
+
 def test_nothing_is_stored_of_a_request_that_ends_before_the_load_of_another_connector() -> None:
     rig = Rig(options=OTHERS)
     request = FakeRequest("l", prompt(9))
