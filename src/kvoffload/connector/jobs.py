@@ -144,14 +144,14 @@ class JobTable:
         if output.evicted_keys:
             self.observer.metrics.add("evicted_blocks", len(output.evicted_keys))
         # The slots of the lease stand in this order: with any other, blocks would be stored under wrong keys.
-        if [block.key for *_, block in new] != output.keys_to_store:
+        if [block.key for _, _, block in new] != output.keys_to_store:
             raise IntegrityError("the manager has room for other blocks than it was offered, or in another order")
         if not new:
             return
         lease = output.store_spec
         num_groups, host = len(self.layout.groups), lease
         if num_groups == 1:
-            ids = [device_block for *_, block in new for device_block in block.device_blocks]
+            ids = [device_block for _, _, block in new for device_block in block.device_blocks]
             sizes, firsts = [len(ids)], [new[0][2].first_device_block]
         else:
             order = sorted(range(len(new)), key=lambda i: new[i][2].group)
@@ -164,7 +164,10 @@ class JobTable:
                 ids += block.device_blocks
         is_described, traced = self.observer.descriptions is not None, self.layout.traced
         described = [(state, block) for _, state, block in new if state is not None] if is_described else ()
-        blocks_of = Counter(number for number, _, block in new if block.group == traced)
+        blocks_of: dict[int, int] = {}
+        for number, _, block in new:
+            if block.group == traced:
+                blocks_of[number] = blocks_of.get(number, 0) + 1
         job = Job(True, states, lease, output.keys_to_store, described, frozenset(ids), blocks_of)
         device = DeviceSpec(np.array(ids, dtype=np.int64), tuple(sizes), tuple(firsts))
         self.meta.stores[self.add(job)] = TransferSpec(states[0].context.req_id if states else "", host, device)

@@ -374,7 +374,7 @@ class RequestBlocks:
         tokens, most = self.request.num_tokens, self.max_stored_tokens
         if num_computed < tokens:
             tokens = num_computed
-        if len(layout.groups) == 1 and layout.full and not layout.ahead and self.loaded is None:
+        if self.loaded is None and len(self.tables) == 1 and layout.full and not layout.ahead:
             # Decoding completes one block at a time, which is most of what a step costs.
             size, factor = layout.block_tokens[0], layout.groups[0].block_size_factor
             (first,), (keys,), (table,) = self.next_store, self.keys, self.tables

@@ -254,13 +254,15 @@ class StorePlanner:
                 self._due.add(req_id, 1)
                 continue
             before = state.request.num_computed_tokens
-            looked_at.append((req_id, state, before + tokens))
             if (due := self.due_of(state, before + tokens, before)) is not None:
                 dues.append(due)
+            elif not state.may_store:
+                continue
+            looked_at.append((req_id, state, before + tokens))
         if dues:
             self._store(dues)
         for req_id, state, num_computed in looked_at:
-            if (store_at := state.blocks.store_at) != NEVER and state.may_store:
+            if (store_at := state.blocks.store_at) != NEVER:
                 self._due.add(req_id, store_at - num_computed)
 
     def end_job(self, job: Job) -> bool:
