@@ -232,10 +232,10 @@ class LeavingBlocks:
             refused = frozenset(output.refused_keys)
             self.device.forget_early((held[2] for held in offered if held[0] in refused), REFUSED)
         wanted, has_groups = frozenset(output.keys_to_store), len(self._jobs.layout.groups) > 1
-        new = [
-            (number, self.device.state_of(at), Block(key_group_idx(key) if has_groups else 0, i, key, i, [at]))
-            for key, _, at, i, number in offered
-            if key in wanted
-        ]
+        states, new = self.device.states, list[tuple[int, RequestState | None, Block]]()
+        for key, _, at, i, number in offered:
+            if key in wanted:
+                block = Block._make((key_group_idx(key) if has_groups else 0, i, key, i, [at]))
+                new.append((number, None if states is None else states[at], block))
         self._jobs.add_store(new, output)
         return len(new)
