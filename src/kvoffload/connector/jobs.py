@@ -140,7 +140,7 @@ class JobTable:
         return job_id
 
     def add_store(self, new: NumberedBlocks, output: PrepareStoreOutput, states: Sequence[RequestState] = ()) -> None:
-        """Adds the job that stores ``new`` blocks in the next step. Without ``states``, requests may have ended."""
+        """Adds the job that stores ``new`` blocks in the next step, for ``states`` or for requests that have ended."""
         if output.evicted_keys:
             self.observer.metrics.add("evicted_blocks", len(output.evicted_keys))
         # The slots of the lease stand in this order: with any other, blocks would be stored under wrong keys.

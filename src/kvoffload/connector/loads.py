@@ -50,7 +50,8 @@ class LoadPlanner:
         return False
 
     def start(self, state: RequestState, blocks: KVBlocks, num_tokens: int) -> None:
-        """Raises BlockNotReadyError, and changes nothing, if a block is gone, or there is no place for a state."""
+        """Adds the load to the next step. Raises BlockNotReadyError, and changes nothing, if a block is gone, or the
+        engine has no device block for a state."""
         end = state.filled.computed + num_tokens
         spans, device = self.device_spec(blocks, state.filled.computed, end)
         if any(not spans[g] for g in self.jobs.layout.states):
