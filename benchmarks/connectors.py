@@ -9,6 +9,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
 
+from kvoffload.connector import worker
 from kvoffload.vllm.connector import KVOffloadConnector
 from tests.sim.faults import ThreadedTransfer
 
@@ -16,18 +17,18 @@ from tests.sim.faults import ThreadedTransfer
 class ThreadedKVOffloadConnector(KVOffloadConnector):
     """Copies on a thread beside the engine's thread."""
 
+    idle_wait_s = worker.IDLE_WAIT_S
+
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         super().register_kv_caches(kv_caches)
-        worker = self.connector_worker
-        worker.transfer = ThreadedTransfer(worker.transfer)
+        self.connector_worker.transfer = ThreadedTransfer(self.connector_worker.transfer)
+        worker.IDLE_WAIT_S = self.idle_wait_s
 
 
 class SpinningKVOffloadConnector(ThreadedKVOffloadConnector):
     """Does the same without waiting in idle steps, so that these compete with the thread."""
 
-    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        super().register_kv_caches(kv_caches)
-        self.connector_worker.idle_wait_s = 0.0
+    idle_wait_s = 0.0
 
 
 class NothingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]

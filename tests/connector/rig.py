@@ -282,7 +282,7 @@ def held(tokens: int = 8) -> tuple[Rig, int]:
     rig = Rig(num_workers=2)
     request = FakeRequest("p", prompt(tokens), REMOTE_DECODE)
     job, _ = only(rig.start(request, [1, 2]).stores)
-    keep, params = rig.half.request_finished(request, [1, 2])
+    keep, params = rig.half.request_finished(request)
     assert keep is True
     assert params is None
     return rig, job

@@ -55,6 +55,22 @@ def test_what_another_connector_has_loaded_is_stored_when_its_request_runs() -> 
     assert rig.status(prompt(8)) == [0, 0]
 
 
+def test_after_a_reset_nothing_is_stored_of_what_another_connector_has_loaded() -> None:
+    """It may be of weights that are gone, whatever was in the device blocks before."""
+    rig = Rig(options=OTHERS)
+    rig.half.reset()
+    first = FakeRequest("first", prompt(8, start=50))
+    rig.report(*rig.start(first, [1, 2]).stores)
+    rig.half.request_finished(first)
+    request = FakeRequest("l", prompt(9))
+    rig.look_up(request)
+    rig.allocate(request, [1, 2, 3])
+    rig.step()
+    request.num_computed_tokens = 8
+    rig.allocate(request, [1, 2, 3])
+    assert not rig.step({request: 1}, new={"l": [1, 2, 3]}).stores
+
+
 def test_nothing_is_stored_of_a_request_that_ends_before_the_load_of_another_connector() -> None:
     rig = Rig(options=OTHERS)
     request = FakeRequest("l", prompt(9))
@@ -62,7 +78,7 @@ def test_nothing_is_stored_of_a_request_that_ends_before_the_load_of_another_con
     rig.allocate(request, [1, 2, 3])
     rig.step()
     request.num_computed_tokens = 8
-    assert rig.half.request_finished(request, [1, 2, 3]) == (False, None)
+    assert rig.half.request_finished(request) == (False, None)
     assert not rig.step().stores
 
 
@@ -134,7 +150,7 @@ def test_a_remote_decode_is_meant_for_the_other_connector() -> None:
     rig = Rig(options=OTHERS)
     request = FakeRequest("p", prompt(8), REMOTE_DECODE)
     rig.start(request, [1, 2])
-    assert rig.half.request_finished(request, [1, 2]) == (False, None)
+    assert rig.half.request_finished(request) == (False, None)
 
 
 def test_the_options_of_a_client_go_on_with_a_remote_decode() -> None:
@@ -145,7 +161,7 @@ def test_the_options_of_a_client_go_on_with_a_remote_decode() -> None:
     request = FakeRequest("p", prompt(8), {**REMOTE_DECODE, PARAM: options})
     rig.start(request, [1, 2])
     passed_on = {"tenant": "a", "store": False, "max_tokens": 4}
-    assert rig.half.request_finished(request, [1, 2]) == (False, {PARAM: passed_on})
+    assert rig.half.request_finished(request) == (False, {PARAM: passed_on})
     second = FakeRequest("d", prompt(8), {PARAM: passed_on})
     rig.start(second, [3, 4])
     (state,) = rig.half.requests.values()

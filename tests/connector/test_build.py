@@ -98,14 +98,14 @@ def test_a_threshold_filters_what_is_stored(make: Builder) -> None:
 def test_the_log_says_what_the_pools_hold(make: Builder, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     make(config(), device_blocks=4)
-    assert f"kvoffload: host pool of 32 KiB = {BLOCKS * TOKENS} tokens, 2.0x the device cache; " in caplog.text
+    assert f"kvoffload: host pool of 32 KiB = {BLOCKS * TOKENS} tokens, 2.7x the device cache; " in caplog.text
     assert f"kvoffload: model fingerprint {'ab' * 32}" in caplog.messages
     make(config(), pools=[pool(), pool()], engine=1, engines=2)
     wanted = f"kvoffload: host pool of 64 KiB on 2 ranks, one of 2 engines' shares, = {BLOCKS * TOKENS} tokens"
     assert wanted in caplog.text
     hybrid = [KVGroup(TOKENS), KVGroup(TOKENS, state=True), KVGroup(TOKENS, state=True)]
     make(config(), groups=hybrid, device_blocks=4)
-    wanted = f"kvoffload: host pool of 32 KiB = {BLOCKS * TOKENS} tokens, 2.0x the device cache; "
+    wanted = f"kvoffload: host pool of 32 KiB = {BLOCKS * TOKENS} tokens, 2.7x the device cache; "
     assert wanted + f"each position with states takes the place of {2 * TOKENS} of them; " in caplog.text
     make(config(), pools=[pool()], num_workers=2)
     assert f"kvoffload: host pool of 32 KiB in 1 pool for 2 ranks = {BLOCKS * TOKENS} tokens; " in caplog.text
@@ -130,7 +130,7 @@ def test_host_memory_repeats_the_device_only_where_it_must(
     half = make(config(host_contents="inclusive"), **keeping)
     assert half.stores.leaving is None
     assert not host_of(half).is_behind_device
-    text = f"kvoffload: host pool of 32 KiB = {BLOCKS * TOKENS} tokens, 1.6x the device cache; inclusive contents"
+    text = f"kvoffload: host pool of 32 KiB = {BLOCKS * TOKENS} tokens, 2.0x the device cache; inclusive contents"
     assert text in caplog.messages
     for change, why in (
         ({"keeps_blocks": False}, "keeps_blocks"),

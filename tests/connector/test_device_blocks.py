@@ -31,6 +31,7 @@ from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.lab.tier import CatalogTier
 from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings
 from tests.clock import Clock
+from tests.connector.group_rig import SIZE, GroupRig
 from tests.connector.rig import TOKENS, FakeRequest, Rig, device_ids, only, prompt
 
 LAYOUT = KeyLayout([KVGroup(TOKENS)], None)
@@ -506,6 +507,20 @@ def test_what_is_stored_for_a_request_is_counted_after_it_has_ended() -> None:
     rig.report(*rig.start(FakeRequest("c", prompt(4, start=50)), [3]).stores)
     rig.report(*rig.start(FakeRequest("d", prompt(4, start=60)), [2]).stores, failed=True)
     assert {record.req_id: record.stored_tokens for record in rig.half.records} == {"a": TOKENS, "b": 0, "c": 0, "d": 0}
+
+
+def test_tokens_of_several_groups_are_counted_once() -> None:
+    manager = PolicyOffloadingManager(HostBackend(SIZE, 16), LRUPolicy(16), device_blocks=16)
+    rig = GroupRig((KVGroup(SIZE), KVGroup(SIZE)), options={"misses": manager.history.misses}, manager=manager)
+    request = rig.request(2 * SIZE)
+    tables = rig.admit(request)
+    assert not rig.step(request, request.num_tokens).stores
+    rig.finish(request)
+    other = rig.request(2 * SIZE, first=50)
+    rig.hit(other)
+    rig.allocate(other, tables)
+    rig.done(rig.give(other, other.num_tokens, tables, new=True))
+    assert [record.stored_tokens for record in rig.half.records] == [2 * SIZE, 0]
 
 
 def test_the_garbage_collector_visits_no_object_per_device_block() -> None:

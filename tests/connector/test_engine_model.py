@@ -29,6 +29,7 @@ from kvoffload.connector.jobs import Job
 from kvoffload.connector.layout import NULL_BLOCK
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.request import Phase, Storing
+from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload.connector.stores import Due
 from kvoffload.connector.worker import Finished, OffloadingConnectorWorker, WeightWatch
 from kvoffload.transfer.follower import FollowerTransfer
@@ -314,6 +315,11 @@ def exclusive(seed: int) -> Scenario:
     return one_group.with_ranks(Random(seed))
 
 
+def loaded_next(scheduler: OffloadingConnectorScheduler) -> list[int]:
+    """Device blocks that the loads of the next step fill."""
+    return [at for spec in scheduler.jobs.meta.loads.values() for at in spec.device.block_ids.tolist()]
+
+
 def watch_the_device(engine: ModelEngine) -> None:
     """Raises Lost or Kept in the step in which it happens."""
     scheduler, build, manager = engine.scheduler, engine.scheduler.build_connector_meta, engine.policy_manager
@@ -322,7 +328,7 @@ def watch_the_device(engine: ModelEngine) -> None:
 
     def watched(step: ScheduledStep) -> StepMeta:
         handed_out = {block for tables in step.block_ids.values() for table in tables for block in table}
-        handed_out |= {*scheduler.jobs.handed_out, *scheduler.jobs.loading}
+        handed_out |= {*scheduler.jobs.handed_out, *loaded_next(scheduler)}
         before = {key for key in known if key in device and key not in manager.table}
         early = {key for key in before if device._is_early[device._latest[key]]}
         room = manager.num_available_blocks
@@ -432,7 +438,7 @@ def loads_do_not_take_device_blocks(engine: ModelEngine) -> None:
 
     def forgetful(build: Callable[[ScheduledStep], StepMeta], step: ScheduledStep) -> StepMeta:
         assert scheduler.stores.leaving is not None
-        device, loading = scheduler.stores.leaving.device, frozenset(scheduler.jobs.loading)
+        device, loading = scheduler.stores.leaving.device, frozenset(loaded_next(scheduler))
         held = {block: device._held[block] for block in loading if block < len(device._held) and device._held[block]}
         meta = build(step)
         for block, each in held.items():
@@ -825,15 +831,15 @@ def factors_of(engine: ModelEngine) -> list[int]:
 
 def two_parts_exchanged(engine: ModelEngine) -> None:
     """The first block that is loaded gets the bytes of its first part where those of its second part belong."""
-    group_of, factors = engine.scheduler.layout.parts.group_of, factors_of(engine)
+    last, factors = engine.scheduler.layout.parts.last, factors_of(engine)
 
     def exchange(spec: TransferSpec) -> TransferSpec:
         starts = [first % factor for first, factor in zip(spec.device.block_indices, factors, strict=True)]
         sizes = zip(starts, spec.device.group_sizes, factors, strict=True)
         num_slots = [-(-(start + size) // factor) if size else 0 for start, size, factor in sizes]
         slots = spec.host.slots.copy()
-        for part in range(len(group_of) - 1):
-            if group_of[part] == group_of[part + 1] and num_slots[part]:
+        for part in range(len(num_slots)):
+            if part not in last and num_slots[part]:
                 first = sum(num_slots[:part])
                 second = first + num_slots[part]
                 slots[[first, second]] = slots[[second, first]]

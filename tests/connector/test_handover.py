@@ -90,7 +90,7 @@ class Server(Rig):
         params = REMOTE_DECODE | ({PARAM: options} if options else {})
         request = FakeRequest(f"p{self.next_block}", tokens, params)
         self.report(*self.start(request).stores)
-        holds, answer = self.half.request_finished(request, [])
+        holds, answer = self.half.request_finished(request)
         assert holds is True, "its device blocks stay until all is in host memory"
         assert (answer is not None) == answers
         # A client sends it on.
@@ -218,7 +218,7 @@ def test_a_server_hands_over_what_it_has_found_itself(pair: Pair) -> None:
     ids = pair.prefill.new_blocks(4)
     pair.prefill.report(*pair.prefill.load(request, ids=ids).loads)
     pair.prefill.step({request: 1}, new={"p": ids})
-    _, answer = pair.prefill.half.request_finished(request, [])
+    _, answer = pair.prefill.half.request_finished(request)
     assert handover_of(answer)["tokens"] == 12
 
 
@@ -234,7 +234,7 @@ def test_what_is_handed_over_is_written_whatever_hints_and_filters_say(
     pair = Pair(threshold=threshold)
     alone = FakeRequest("alone", prompt(9, start=100), {PARAM: options})
     pair.prefill.report(*pair.prefill.start(alone).stores)
-    pair.prefill.half.request_finished(alone, [])
+    pair.prefill.half.request_finished(alone)
     pair.prefill.settle()
     is_stored = threshold is None and not options.get("drop")
     assert len(pair.prefill.tier.blocks) == 2 * is_stored
@@ -279,7 +279,7 @@ def test_without_a_shared_tier_there_is_no_answer() -> None:
 def test_without_do_remote_decode_there_is_no_answer(pair: Pair) -> None:
     request = FakeRequest("p", prompt(9))
     pair.prefill.report(*pair.prefill.start(request).stores)
-    assert pair.prefill.half.request_finished(request, []) == (False, None)
+    assert pair.prefill.half.request_finished(request) == (False, None)
 
 
 def test_a_request_that_may_not_load_does_not_wait(pair: Pair) -> None:

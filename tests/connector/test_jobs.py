@@ -44,7 +44,7 @@ def test_a_preempted_request_stores_nothing_from_blocks_that_it_lost() -> None:
     rig.step({request: 1})
     request.tokens.append(99)
     assert not rig.step(preempted=["w"]).stores
-    rig.half.request_finished(request, [])
+    rig.half.request_finished(request)
     assert not rig.step().stores
 
 
@@ -55,7 +55,7 @@ def test_a_store_is_fenced_only_if_its_blocks_are_handed_out_again() -> None:
     rig.allocate(other, [20])
     request.tokens += [1, 2]
     assert rig.step({request: 2, other: 4}, new={"o": [20]}, more={"w": [3]}).fences == []
-    rig.half.request_finished(request, [1, 2, 3])
+    rig.half.request_finished(request)
     assert rig.step({other: 1}, more={"o": [21]}).fences == [], "freed, but not handed out again"
     rig.report(job)
     assert rig.step({other: 3}, more={"o": [1, 2]}).fences == [], "the store has ended"
@@ -69,8 +69,8 @@ def test_a_block_shared_through_the_device_prefix_cache_was_not_handed_out_again
 
 def test_a_finished_request_may_be_freed_at_once() -> None:
     rig, job, request = in_flight()
-    assert rig.half.request_finished(request, [1, 2]) == (False, None)
-    assert rig.half.request_finished(request, [1, 2]) == (False, None), "nor does it matter twice"
+    assert rig.half.request_finished(request) == (False, None)
+    assert rig.half.request_finished(request) == (False, None), "nor does it matter twice"
     assert rig.half.has_pending_work(), "its store is in progress"
     rig.report(job)
     assert rig.step().releases == []
@@ -109,7 +109,7 @@ def test_remote_decode_stores_the_last_block_before_it_releases() -> None:
     rig.start(request, [1])
     rig.step({request: 1})
     request.tokens.append(99)
-    assert rig.half.request_finished(request, [1])[0] is True
+    assert rig.half.request_finished(request)[0] is True
     meta = rig.step()
     assert meta.releases == []
     rig.report(only(meta.stores)[0])

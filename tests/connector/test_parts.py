@@ -133,11 +133,10 @@ def test_ranks_with_other_layers_have_the_same_parts_and_slots_of_their_own() ->
 
 def test_tables_and_states_go_to_every_part_of_their_group() -> None:
     divided = Parts((2, 1, 3))
-    assert divided.groups([FULL, WINDOW, STATE]) == [FULL, FULL, WINDOW, STATE, STATE, STATE]
-    assert divided.group_of == (0, 0, 1, 2, 2, 2)
-    assert divided.last == {1, 2, 5}
+    assert divided.of_groups([FULL, WINDOW, STATE]) == [FULL, FULL, WINDOW, STATE, STATE, STATE]
+    assert divided.last == (1, 2, 5)
     tables = [[1, 2], [3], [4, 5]]
-    found = divided.tables(tables)
+    found = divided.of_groups(tables)
     assert found == [[1, 2], [1, 2], [3], [4, 5], [4, 5], [4, 5]]
     assert found[0] is tables[0], "no table is copied"
     states = {"r": [BoundaryState(2, 5, 128), BoundaryState(1, 9, 256)]}
@@ -155,7 +154,7 @@ def test_without_parts_nothing_is_copied() -> None:
     assert not whole.is_divided
     pages = [PageGroup([np.zeros((2, 40), np.uint8)], 2), PageGroup([])]
     assert all(mine is given for mine, given in zip(whole.page_groups(pages), pages, strict=True))
-    assert whole.last == {0, 1}
+    assert whole.last == (0, 1)
 
 
 def test_a_layout_has_a_group_per_part() -> None:

@@ -68,7 +68,7 @@ def test_the_last_whole_block_is_stored_when_the_request_finishes() -> None:
     rig.start(request, [1], num_tokens=3)
     rig.step({request: 1})
     request.tokens.append(99)
-    assert rig.half.request_finished(request, [1]) == (False, None)
+    assert rig.half.request_finished(request) == (False, None)
     assert rig.half.has_pending_work()
     meta = rig.step()
     job, spec = only(meta.stores)
@@ -312,12 +312,10 @@ def test_a_removed_request_is_not_taken_and_each_is_in_it_once() -> None:
     due_list.add("a", 5)
     due_list.remove("b")
     due_list.remove("b")
-    assert len(due_list) == 1
+    assert "a" in due_list
+    assert "b" not in due_list
     assert due_list.take({"a": 4}) == []
     assert due_list.take({"a": 1}) == ["a"]
-    due_list.add("c", 9)
-    due_list.clear()
-    assert due_list.take({"c": 16}) == []
 
 
 # In the model engine: a look at every request finds nothing that the list has missed.

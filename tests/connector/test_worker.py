@@ -134,6 +134,17 @@ def test_loads_that_wait_end_when_the_device_loses_its_memory_or_the_transfer_br
         assert report(worker)[1] >= {2}
 
 
+def test_a_load_waits_for_all_stores_that_read_its_device_blocks(device: Device) -> None:
+    transfer = Faulty(device.transfer, failures=1)
+    transfer.tries = {1: 1, 2: 1}
+    worker = OffloadingConnectorWorker(transfer)
+    stores = {1: job([2], [5]), 4: job([1], [6])}
+    step(worker, StepMeta(loads={2: job([3, 0], [5, 6], "l")}, stores=stores, load_after={2: [1, 4]}))
+    assert transfer.tries == {1: 2, 2: 1, 4: 2}, "4 is tried again"
+    assert {"l"} in [step(worker, IDLE)[0] for _ in range(3)]
+    assert report(worker) == ({1: 1, 2: 1, 4: 1}, set())
+
+
 def test_a_transfer_that_takes_no_load_fails_all_that_wait_for_one_store(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -377,10 +388,10 @@ def test_no_copy_is_in_progress_when_blocks_lose_their_memory(device: Device, ki
     assert device.block(6) == stored
 
 
-def test_a_copy_that_does_not_end_closes_the_transfer(device: Device) -> None:
+def test_a_copy_that_does_not_end_closes_the_transfer(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvoffload.connector.worker.SUSPEND_DEADLINE_S", 0.0)
     transfer = Late(device.transfer)
     worker = OffloadingConnectorWorker(transfer)
-    worker.suspend_deadline_s = 0.0
     worker.start_loads(StepMeta(loads={1: job([0], [1])}))
     worker.suspend()
     assert transfer.closed == 1

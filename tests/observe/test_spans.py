@@ -92,7 +92,9 @@ def make_spans(now: Callable[[], int] | None = None) -> RequestSpans:
 
 
 def traced_rig(**options: Any) -> Rig:
-    return Rig(options={"spans": make_spans()}, **options)
+    rig = Rig(**options)
+    rig.half.observer.spans = make_spans()
+    return rig
 
 
 def serve(rig: Rig, request: TracedRequest) -> None:
@@ -146,7 +148,8 @@ def test_a_load_has_its_tokens_blocks_and_bytes(collected: Collected) -> None:
 
 
 def test_a_wait_for_a_lower_tier_is_in_the_lookup_and_in_the_metrics(collected: Collected) -> None:
-    rig = TieredRig(spans=make_spans())
+    rig = TieredRig()
+    rig.half.observer.spans = make_spans()
     rig.put_below(prompt(8))
     request = traced("r", prompt(9))
     assert rig.look_up(request) == (None, False)
@@ -218,7 +221,8 @@ def test_an_error_ends_spans_and_nothing_else(
         spans = RequestSpans(broken, BLOCK_BYTES)
     else:
         provider.add_span_processor(BrokenProcessor())
-    rig = Rig(options={"spans": spans})
+    rig = Rig()
+    rig.half.observer.spans = spans
     with caplog.at_level(logging.WARNING):
         for i in range(3):
             serve(rig, traced(f"r{i}", prompt(8, start=100 * i)))
@@ -270,7 +274,8 @@ def run_traced(
     provider.add_span_processor(counted)
     monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
     spans = RequestSpans(lambda request: TRACED, BLOCK_BYTES)
-    engine = ModelEngine(Scenario.random(seed), patch, spans=spans)
+    engine = ModelEngine(Scenario.random(seed), patch)
+    engine.scheduler.observer.spans = spans
     engine.run()
     totals = engine.scheduler.metrics.snapshot()
     # Blocks that are stored because they leave the device belong to no request.

@@ -30,11 +30,10 @@ from kvoffload.connector.engine import EngineSpec
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload.connector.worker import Finished
-from kvoffload.observe.spans import RequestSpans
 from kvoffload.tiering.manager import WRITE_SHARE, TieredOffloadingManager, TieringSettings
 from tests.clock import Clock
 from tests.sim.adapters import ModelAdapters
-from tests.sim.batching import STEP_S, Allocation, Batcher, Late
+from tests.sim.batching import STEP_S, Batcher, Late
 from tests.sim.content import Batch, EngineRequest, first_attended, following, sample
 from tests.sim.device import BlockPool, DeviceCache
 from tests.sim.ranks import InlineRank, ModelWatch, Rank, RankReports, WrongBytes
@@ -125,7 +124,7 @@ class ModelEngine:
     a bug. ``lower`` has the tiers below the host. ``clock`` continues from its present time. ``version`` is the version
     of the weights at the start, and ``new_versions`` has the later ones, by default the numbers after it. ``make_rank``
     makes a rank from the scenario, the groups, its number, the chance that it carries out a copy at a tick, and the
-    ranks before it. ``spans`` gets every request.
+    ranks before it.
 
     After ``run``: ``outputs`` has each finished request's tokens, ``hits`` is the number of tokens loaded from the
     host, and ``steps`` the number of steps. ``loaded_blocks`` and ``partial_loads`` count, per group, the device blocks
@@ -142,7 +141,6 @@ class ModelEngine:
         version: int = 0,
         new_versions: Iterator[int] | None = None,
         make_rank: Callable[[Scenario, Sequence[KVGroup], int, float, Sequence[Rank]], Rank] = InlineRank,
-        spans: RequestSpans | None = None,
     ) -> None:
         self.scenario = s = scenario
         self.random = Random(s.seed)
@@ -194,7 +192,6 @@ class ModelEngine:
             tenants=self.lower.tenants,
             misses=self.policy_manager.history.misses if is_exclusive else None,
             load_deadline_ms=s.load_deadline_ms,
-            spans=spans,
             slot_bytes=[pool.shape[1] for pool in self.host_pools],
             clock=self.clock,
         )
@@ -229,7 +226,7 @@ class ModelEngine:
             patch(self)
 
     def _on_top_of(self, lower: LowerTiers) -> TieredOffloadingManager:
-        parts = self.scenario.parts.groups(self.groups)
+        parts = self.scenario.parts.of_groups(self.groups)
         return TieredOffloadingManager(
             self.policy_manager,
             lower.make(self.host_pools),
@@ -372,10 +369,8 @@ class ModelEngine:
     def _count_loads(self, meta: StepMeta) -> None:
         parts = self.scenario.parts
         for spec in meta.loads.values():
-            loaded = zip(parts.group_of, spec.device.group_sizes, spec.device.block_indices, strict=True)
-            for part, (g, size, first) in enumerate(loaded):
-                if part not in parts.last:
-                    continue
+            for g, part in enumerate(parts.last):
+                size, first = spec.device.group_sizes[part], spec.device.block_indices[part]
                 self.loaded_blocks[g] += size
                 self.partial_loads[g] += bool(size and first % self.groups[g].block_size_factor)
 
@@ -431,7 +426,7 @@ class ModelEngine:
         (batcher.running if request in batcher.running else batcher.waiting).remove(request)
         if request.blocks:
             batcher.slide(request)
-        hold, answer = self.scheduler.request_finished(request, Allocation(request.blocks).get_block_ids())
+        hold, answer = self.scheduler.request_finished(request)
         if request.loading:
             self._aborted_loading.append(request)
         elif hold:

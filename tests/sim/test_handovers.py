@@ -167,8 +167,8 @@ def patience_never_comes_back(monkeypatch: pytest.MonkeyPatch) -> type[SharedMed
 def an_answer_does_not_name_the_tenant(monkeypatch: pytest.MonkeyPatch) -> type[SharedMedium]:
     finished = OffloadingConnectorScheduler.request_finished
 
-    def without_tenant(scheduler: OffloadingConnectorScheduler, request: Any, block_ids: object = ()) -> Any:
-        holds, answer = finished(scheduler, request, block_ids)
+    def without_tenant(scheduler: OffloadingConnectorScheduler, request: Any) -> Any:
+        holds, answer = finished(scheduler, request)
         if answer is not None and "do_remote_prefill" in answer:
             answer[PARAM].pop("tenant", None)
         return holds, answer

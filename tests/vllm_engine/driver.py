@@ -220,8 +220,7 @@ class Engine:
         def counting(step: Any) -> Any:
             meta = build(step)
             for spec in meta.loads.values():
-                sizes = zip(parts.group_of, spec.device.group_sizes, strict=True)
-                self.loaded_blocks.update(dict(sizes))
+                self.loaded_blocks.update({g: spec.device.group_sizes[part] for g, part in enumerate(parts.last)})
             return meta
 
         self.offload.build_connector_meta = counting
@@ -280,7 +279,7 @@ class Engine:
         if corrupt == "all":
             transfer = CorruptingTransfer(transfer, connector.pool.data)
         if corrupt == "states":
-            groups = [group.state for group in connector.layout.parts.groups(connector.layout.kv_groups)]
+            groups = [group.state for group in connector.layout.parts.of_groups(connector.layout.kv_groups)]
             transfer = CorruptedStates(transfer, connector.pool.data, groups)
         connector.connector_worker.transfer = transfer
 

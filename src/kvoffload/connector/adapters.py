@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Digests: TypeAlias = frozenset[bytes]
-"""The digests of one adapter on all ranks. No two ranks have the same one, so a mixture of two adapters is a subset of
-neither. Empty: it could not be read."""
+"""One adapter's digest on each rank; empty if it cannot be read. No rank has that of another, so a mixture of two
+adapters is a subset of neither."""
 DROPPED = b""
 """Stands for the digest of an adapter that is not loaded any more."""
 UNREADABLE = b"unreadable"
@@ -58,13 +58,11 @@ class Adapter(NamedTuple):
 
     @property
     def key(self) -> Adapter:
-        """What its digest is known for. A request for which the files are read again may compute with other bytes than
-        one that uses what is loaded."""
+        """What has one digest. A request for which files are read again may use other bytes than are loaded."""
         return self._replace(handle=None, shapes_all=True)
 
 
 AdapterOf: TypeAlias = Callable[[Request], Adapter | None]
-"""Returns the adapter of a request."""
 
 
 class AdapterNeed(NamedTuple):
@@ -73,22 +71,20 @@ class AdapterNeed(NamedTuple):
     adapter: int
     digests: Digests
     is_reread: bool = False
-    """See Adapter."""
 
 
 class AdapterWatch(Protocol):
     """Knows the bytes of the adapters that one rank has loaded, or would load."""
 
     def changes(self) -> Mapping[int, bytes]:
-        """Returns the digests of the adapters that were loaded since the last call, by number; DROPPED for one that is
-        not loaded any more."""
+        """Returns, by number, the digests of adapters loaded since the last call; DROPPED for those not loaded now."""
 
     def ask(self, question: int, adapter: Adapter) -> None:
         """Asks for the digest of the bytes that the next step with ``adapter`` uses. Does not wait for files."""
 
     def answers(self, wait_s: float = 0.0) -> Mapping[int, bytes]:
-        """Returns the digests that were found since the last call, by question; UNREADABLE if there is none.
-        Waits at most ``wait_s`` for one if there are questions."""
+        """Returns the digests found since the last call, by question; UNREADABLE if there is none. Waits at most
+        ``wait_s`` for one if there are questions."""
 
     def digest(self, number: int) -> bytes:
         """Returns the digest of a loaded adapter as of the last call of ``changes``; DROPPED if it is not loaded."""
@@ -123,7 +119,6 @@ class AdapterDigests:
     adapter_of: AdapterOf
     jobs: JobTable
     deadline_s: float
-    clock: Callable[[], float]
     _known: OrderedDict[Adapter, Digests] = field(default_factory=OrderedDict)
     _asked: dict[Adapter, _Question] = field(default_factory=dict)
     """Questions that were not answered by all workers yet, the oldest first."""
@@ -131,8 +126,7 @@ class AdapterDigests:
     _num_questions: int = 0
 
     def begin(self, request: Request) -> Adapter | None:
-        """Returns the adapter of a new request. If the engine reads it again for the request, or it could not be read
-        before, the workers will be asked again."""
+        """Returns the adapter of a new request. What the engine reads again, or could not read, is asked anew."""
         adapter = self.adapter_of(request)
         if adapter is not None and (adapter.is_reread or not self._known.get(adapter.key)):
             self._known.pop(adapter.key, None)
@@ -140,7 +134,7 @@ class AdapterDigests:
 
     def digests(self, adapter: Adapter) -> Digests | None:
         """Returns the digests of ``adapter``, or None if the workers have not answered yet."""
-        key, now = adapter.key, self.clock()
+        key, now = adapter.key, self.jobs.observer.clock()
         known = self._known.get(key) if adapter.shapes_all else frozenset()
         if known is not None:
             return known
@@ -154,7 +148,7 @@ class AdapterDigests:
         return frozenset() if self._is_overdue(self._asked.get(key, oldest)) else None
 
     def _is_overdue(self, question: _Question) -> bool:
-        return self.clock() - question.asked_at >= self.deadline_s
+        return self.jobs.observer.clock() - question.asked_at >= self.deadline_s
 
     def begin_step(self, meta: StepMeta, scheduled: Iterable[str], requests: Mapping[str, RequestState]) -> None:
         """Adds the new questions to the step, and the digests for which the keys of its requests stand."""
@@ -165,9 +159,8 @@ class AdapterDigests:
                 meta.computes_with.setdefault(state.adapter.number, set()).add(state.origin)
 
     def take_report(self, report: WorkerReport, states: Iterable[RequestState]) -> Collection[Digests]:
-        """Takes in what the workers say of adapters. Where one has changed under the same number, its requests among
-        ``states`` store nothing more, and what they are storing is dropped: it may belong to either bytes. Returns the
-        digests for which the keys of these requests stood."""
+        """Takes in what the workers say. Requests of an adapter that has changed under its number store nothing more,
+        and what they are storing is dropped: it may be of either bytes. Returns the digests in their keys."""
         self._learn_from(report)
         if not report.adapters:
             return ()

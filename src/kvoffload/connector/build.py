@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,10 +21,9 @@ from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.cache.tenants import HOST, OTHER, Tenants
 from kvoffload.config import HostContents, OffloadConfig, contents_of
-from kvoffload.connector.engine import EngineSpec, TraceHeaders
+from kvoffload.connector.engine import EngineSpec
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload.host.pool import PoolHandle
-from kvoffload.observe.spans import RequestSpans
 from kvoffload.observe.trace import TraceRecorder
 from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings, TierSettings
 from kvoffload.tiers.config import TierConfig, TierContext, distinct_names
@@ -81,7 +81,6 @@ def build_scheduler(
             misses=misses if is_exclusive else None,
             load_deadline_ms=config.load_deadline_ms,
             recorder=recorder,
-            spans=_make_spans(engine.trace_headers, host_pools.block_bytes),
             slot_bytes=host_pools.slot_bytes,
         )
         opened.pop_all()
@@ -129,8 +128,7 @@ def _make_manager(
         must_store=bool(tiers),
         admission=admission(config.store_threshold, [entry.config for entry in config.tier_entries]),
         misses=misses,
-        # One device block, the null block, is never used.
-        device_blocks=(engine.device_blocks or 1) - 1 if is_exclusive else 0,
+        device_blocks=pools.device_blocks if is_exclusive else 0,
     )
     if not tiers:
         return host
@@ -170,7 +168,6 @@ class _HostPools:
                     "slot_bytes) with a block at least, or HostPool.handle() of a pool in another process"
                 )
         self.num_workers = engine.num_workers or len(pools)
-        """Ranks that use them."""
         if self.num_workers % len(pools):
             raise ConfigError(
                 "num_workers",
@@ -180,6 +177,8 @@ class _HostPools:
             )
         self.engine = engine
         self.layout = engine.layout
+        self.device_blocks = (engine.device_blocks or 1) - 1
+        """Of the engine, without the null block, which is never used; 0 if they are not known."""
         self._pools = pools
         self.handles = [pool if isinstance(pool, PoolHandle) else None for pool in pools]
         shapes = [(p.num_blocks, p.slot_bytes) if isinstance(p, PoolHandle) else p.shape for p in pools]
@@ -231,12 +230,13 @@ class _HostPools:
             groups=self.layout.groups,
         )
 
-    def device_tokens(self, device_blocks: int) -> int:
-        """Returns how many tokens have all their KV in ``device_blocks`` blocks of the device."""
-        groups, align = self.engine.groups, self.layout.device_align
+    @property
+    def device_tokens(self) -> int:
+        """How many tokens have all their KV on the device."""
+        groups, align = self.engine.groups, math.lcm(*self.layout.device_block_sizes)
         # States come on top, unless there is nothing else.
         sizes = [group.device_block_size for group in groups if not group.state]
-        return device_blocks * align // (sum(align // size for size in sizes) or len(groups))
+        return self.device_blocks * align // (sum(align // size for size in sizes) or len(groups))
 
     def describe(self, is_exclusive: bool) -> str:
         """Describes the pools for the log: "8 GiB = 65,536 tokens, 4.1x the device cache", or "8 GiB = 65,536 tokens
@@ -252,34 +252,19 @@ class _HostPools:
         if self.engine.engines > 1:
             text += f", one of {self.engine.engines} engines' shares,"
         text += f" = {tokens:,} tokens"
-        if self.engine.device_blocks and is_exclusive:
-            text += f" beyond the device's {self.device_tokens(self.engine.device_blocks - 1):,}"
-        elif self.engine.device_blocks:
-            text += f", {tokens / max(1, self.device_tokens(self.engine.device_blocks)):.1f}x the device cache"
+        if is_exclusive:
+            text += f" beyond the device's {self.device_tokens:,}"
+        elif self.device_tokens:
+            text += f", {tokens / self.device_tokens:.1f}x the device cache"
         if self.layout.states:
             place_of = self.layout.chains.tokens(len(self.layout.states))
             text += f"; each position with states takes the place of {place_of:,} of them"
         return text
 
 
-def _make_spans(trace_headers: TraceHeaders | None, block_bytes: int) -> RequestSpans | None:
-    """Returns what makes spans, or None, with a warning, if it cannot."""
-    if trace_headers is None:
-        return None
-    try:
-        return RequestSpans(trace_headers, block_bytes)
-    except Exception as error:
-        logger.warning(
-            "kvoffload: makes no spans, although the engine's tracing is on: %s; install opentelemetry-api", error
-        )
-        return None
-
-
 def _make_recorder(config: OffloadConfig, pools: _HostPools, contents: HostContents) -> TraceRecorder | None:
-    """Returns the recorder of the trace that ``config`` asks for. Each of several engines has a file of its own.
-
-    Raises ConfigError if the file cannot be written.
-    """
+    """Returns the recorder of the trace that ``config`` asks for. Each of several engines has a file of its own. Raises
+    ConfigError if it cannot be written."""
     if config.record_trace is None:
         return None
     path, engine = Path(config.record_trace), pools.engine
@@ -287,10 +272,8 @@ def _make_recorder(config: OffloadConfig, pools: _HostPools, contents: HostConte
         path = path.with_name(f"{path.stem}-engine{engine.engine}{path.suffix}")
     groups = pools.layout.groups
     block_tokens = groups[pools.layout.traced].block_tokens
-    # One device block, the null block, is never used.
-    device_tokens = pools.device_tokens(engine.device_blocks - 1) if engine.device_blocks else 0
     header = {
-        "device_blocks": device_tokens // block_tokens,
+        "device_blocks": pools.device_tokens // block_tokens,
         "pool_blocks": pools.layout.chains.tokens(pools.num_blocks) // block_tokens,
         "policy": config.policy,
         "host_contents": contents,

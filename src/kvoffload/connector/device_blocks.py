@@ -34,8 +34,8 @@ class DeviceBlocks:
 
     def __init__(self, keeps_states: bool = False) -> None:
         self._held = np.empty(0, dtype=object)
-        self._states = np.empty(0, dtype=object) if keeps_states else None
-        """A request that has, or had, what is in each device block."""
+        self.states = np.empty(0, dtype=object) if keeps_states else None
+        """A request that has, or had, what is or was last in each device block; None if it keeps none."""
         self._is_early = bytearray()
         """EARLY or REFUSED by device block, else 0."""
         self._others: dict[int, tuple[HeldBlock, ...]] = {}
@@ -66,8 +66,8 @@ class DeviceBlocks:
                     before = None
                 if before is None:
                     all_held[at] = held
-                    if self._states is not None:
-                        self._states[at] = state
+                    if self.states is not None:
+                        self.states[at] = state
             self._is_early[at] = 0
             latest[key] = at
         return left
@@ -76,13 +76,13 @@ class DeviceBlocks:
         more = max(least, 2 * len(self._held)) - len(self._held)
         nothing = np.full(more, None, dtype=object)
         self._held = np.concatenate((self._held, nothing))
-        if self._states is not None:
-            self._states = np.concatenate((self._states, nothing))
+        if self.states is not None:
+            self.states = np.concatenate((self.states, nothing))
         self._is_early += bytes(more)
 
     def _is_named(self, first: HeldBlock, held: HeldBlock, left: list[OffloadKey]) -> bool:
-        """Adds a further tenant's name for what a device block holds. Returns False if it holds something else. Adds to
-        ``left`` what is not held any more."""
+        """Adds a further tenant's name for what a device block holds, unless it holds something else: then returns
+        False. Adds to ``left`` what is not held any more."""
         if first[0][len(first[1]) :] != held[0][len(held[1]) :]:
             return False
         at, others = first[2], self._others.get(first[2], ())
@@ -154,19 +154,14 @@ class DeviceBlocks:
         places = ((key, self._latest[key]) for key in keys if key in self._latest)
         return [held for key, at in places for held in self._names(at) if held[0] == key]
 
-    def state_of(self, device_block: int) -> RequestState | None:
-        """Returns a request that has, or had, what this device block holds or has just held."""
-        return None if self._states is None else self._states[device_block]
-
     def having(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Returns those of ``keys`` that the device holds."""
         return [key for key in keys if key in self._latest]
 
     def clear(self) -> list[OffloadKey]:
         held = list(self._latest)
         self._held.fill(None)
-        if self._states is not None:
-            self._states.fill(None)
+        if self.states is not None:
+            self.states.fill(None)
         self._others.clear()
         self._latest.clear()
         return held

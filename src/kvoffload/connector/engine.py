@@ -84,10 +84,10 @@ class EngineSpec:
             raise ConfigError("parts", parts, "pass plan_parts(...).parts", "or leave it out")
         if parts is not None and len(parts.counts) != len(groups):
             raise ConfigError("parts", parts, f"must have one count for each of the {len(groups)} groups")
-        for name in ("hash_block_size", "device_blocks", "num_workers"):
-            if getattr(self, name) is not None:
-                self._check_number(name)
-        self._check_number("engines")
+        for name in ("engines", "hash_block_size", "device_blocks", "num_workers"):
+            value = getattr(self, name)
+            if (value is not None or name == "engines") and (type(value) is not int or value < 1):
+                raise ConfigError(name, value, "must be a whole number, at least 1")
         index, engines = self.engine, self.engines
         if type(index) is not int or not 0 <= index < engines:
             raise ConfigError("engine", index, f"must be a whole number from 0 to {engines - 1}, of {engines} engines")
@@ -120,11 +120,6 @@ class EngineSpec:
         if layout.ahead:
             return "the KV of a drafter depends on later tokens"
         return "blocks are stored in parts" if layout.parts.is_divided else None
-
-    def _check_number(self, name: str) -> None:
-        value = getattr(self, name)
-        if type(value) is not int or value < 1:
-            raise ConfigError(name, value, "must be a whole number, at least 1")
 
 
 def guarded(fallback: Callable[..., Any]) -> Callable[[Method], Method]:

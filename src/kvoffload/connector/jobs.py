@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 JOB_IDS = itertools.count()
 """Numbers of jobs, shared by all scheduler halves of this process: none takes another's report for that of its job."""
-DescribedBlocks: TypeAlias = list[tuple[RequestState | None, Block]]
-"""Blocks that a store copies, each with a request that can describe it."""
+NumberedBlocks: TypeAlias = list[tuple[int, RequestState | None, Block]]
+"""Blocks that a store copies, each with the ``ObservedRequest.number`` of a request, and one that can describe it."""
 NO_ROOM = "kvoffload: no room in the host pool, every block is in use; stores wait"
 
 
@@ -41,12 +41,10 @@ class Job:
 
     is_store: bool
     states: Sequence[RequestState]
-    """The requests whose device blocks it reads or fills: one for a load, none for a store of blocks that leave the
-    device."""
+    """The requests whose device blocks it copies: one for a load, none for a store of blocks that leave the device."""
     lease: LoadStoreSpec
     """The host slots that it reads or fills, as handed out. Those that a load in pieces has read are given back."""
     keys: Sequence[OffloadKey]
-    """What it copies."""
     blocks: Sequence[tuple[RequestState, Block]] = ()
     """What a store copies, in more detail, if events are to describe it."""
     device_blocks: frozenset[int] = frozenset()
@@ -58,7 +56,6 @@ class Job:
     epoch: int = 0
     """The number of resets before it began."""
     num_pending: int = 0
-    """Workers that have not reported it yet."""
     failed: bool = False
     rest: TransferSpec | None = None
     """What a load in pieces copies behind the piece in progress. Each piece has an id of its own."""
@@ -68,8 +65,7 @@ class Job:
 
 @dataclass(eq=False)
 class JobTable:
-    """All jobs in progress, and what the engine's calls between two steps leave for the next one. Each of
-    ``num_workers`` workers reports a job once."""
+    """All jobs in progress, each of which ``num_workers`` workers report, and what calls leave for the next step."""
 
     manager: OffloadingManager
     layout: KeyLayout
@@ -77,13 +73,11 @@ class JobTable:
     num_workers: int
     changes: Changes = field(default_factory=Changes)
     jobs: dict[int, Job] = field(default_factory=dict)
-    """By job id."""
     keys_loading: Counter[OffloadKey] = field(default_factory=Counter)
     """Keys that are being loaded, and the number of loads that copy each."""
     held: dict[str, tuple[RequestState, float]] = field(default_factory=dict)
     """Finished requests whose device blocks the engine keeps until all their blocks are stored, or a deadline."""
     meta: StepMeta = field(default_factory=StepMeta)
-    """The message of the next step."""
     allocated: set[str] = field(default_factory=set)
     """Requests that were given device blocks since the last step."""
     handed_out: list[int] = field(default_factory=list)
@@ -108,11 +102,6 @@ class JobTable:
         if self.manager.poll(timeout_s):
             self.changes.contents += 1
             self.changes.loads += 1
-
-    @property
-    def loading(self) -> list[int]:
-        """Device blocks that the loads of the next step fill."""
-        return [at for spec in self.meta.loads.values() for at in spec.device.block_ids.tolist()]
 
     def break_loads(self) -> list[Job]:
         """Reports the loads of the step as failed, and returns their jobs, which have ended."""
@@ -150,38 +139,35 @@ class JobTable:
         self.keys_loading.update(() if job.is_store else job.keys)
         return job_id
 
-    def add_store(
-        self,
-        new: DescribedBlocks,
-        states: Sequence[RequestState],
-        output: PrepareStoreOutput,
-        blocks_of: Mapping[int, int],
-    ) -> None:
-        """Adds the job that stores ``new`` blocks in the next step. It is for ``states``, or for requests that may have
-        ended, see ``Job.blocks_of``."""
+    def add_store(self, new: NumberedBlocks, output: PrepareStoreOutput, states: Sequence[RequestState] = ()) -> None:
+        """Adds the job that stores ``new`` blocks in the next step, for ``states`` or for requests that have ended."""
         if output.evicted_keys:
             self.observer.metrics.add("evicted_blocks", len(output.evicted_keys))
         # The slots of the lease stand in this order: with any other, blocks would be stored under wrong keys.
-        if [block.key for _, block in new] != output.keys_to_store:
+        if [block.key for _, _, block in new] != output.keys_to_store:
             raise IntegrityError("the manager has room for other blocks than it was offered, or in another order")
         if not new:
             return
         lease = output.store_spec
         num_groups, host = len(self.layout.groups), lease
         if num_groups == 1:
-            ids = [device_block for _, block in new for device_block in block.device_blocks]
-            sizes, firsts = [len(ids)], [new[0][1].first_device_block]
+            ids = [device_block for _, _, block in new for device_block in block.device_blocks]
+            sizes, firsts = [len(ids)], [new[0][2].first_device_block]
         else:
-            order = sorted(range(len(new)), key=lambda i: new[i][1].group)
+            order = sorted(range(len(new)), key=lambda i: new[i][2].group)
             host = LoadStoreSpec(lease.medium(), lease.slots[order])
             ids, sizes, firsts = [], [0] * num_groups, [0] * num_groups
-            for block in (new[i][1] for i in order):
+            for block in (new[i][2] for i in order):
                 if not sizes[block.group]:
                     firsts[block.group] = block.first_device_block
                 sizes[block.group] += len(block.device_blocks)
                 ids += block.device_blocks
-        is_described = self.observer.descriptions is not None
-        described = [(state, block) for state, block in new if state is not None] if is_described else ()
+        is_described, traced = self.observer.descriptions is not None, self.layout.traced
+        described = [(state, block) for _, state, block in new if state is not None] if is_described else ()
+        blocks_of: dict[int, int] = {}
+        for number, _, block in new:
+            if block.group == traced:
+                blocks_of[number] = blocks_of.get(number, 0) + 1
         job = Job(True, states, lease, output.keys_to_store, described, frozenset(ids), blocks_of)
         device = DeviceSpec(np.array(ids, dtype=np.int64), tuple(sizes), tuple(firsts))
         self.meta.stores[self.add(job)] = TransferSpec(states[0].context.req_id if states else "", host, device)

@@ -38,7 +38,7 @@ class KeyLayout:
         if not groups:
             raise ConfigError("groups", NOT_SET, "an engine has at least one KV cache group")
         self.parts = parts or Parts.none(len(groups))
-        self.groups = groups = tuple(self.parts.groups(groups))
+        self.groups = groups = tuple(self.parts.of_groups(groups))
         self.hash_block_size = hash_block_size or math.gcd(*(group.device_block_size for group in groups))
         for group in groups:
             if group.device_block_size % self.hash_block_size:
@@ -61,16 +61,12 @@ class KeyLayout:
         self.chains = ChainLayout(groups)
         self.align = self.chains.unit_tokens
         """Tokens: whole blocks of all groups end at multiples of it."""
-        self.device_align = math.lcm(*self.device_block_sizes)
         self.full = tuple(g for g, group in enumerate(groups) if group.is_full)
         self.windows = tuple(g for g, group in enumerate(groups) if not group.is_full and not group.state)
         self.states = tuple(g for g, group in enumerate(groups) if group.state)
         self.ahead = tuple(g for g, group in enumerate(groups) if group.lookahead)
         """The groups whose keys depend on tokens after a block."""
-        self._hashes_per_block = tuple(size // self.hash_block_size for size in self.block_tokens)
         self._suffixes = tuple(make_offload_key(b"", g) for g in range(len(groups)))
-        self.is_plain = self.full == (0,) and len(groups) == 1 and not self.ahead
-        """Whether there is one group, with full attention and no lookahead."""
         self.traced = self.full[0] if self.full else 0
         """The group whose blocks are recorded in a trace."""
 
@@ -82,9 +78,8 @@ class KeyLayout:
         return max(0, known) // self.block_tokens[g]
 
     def num_final(self, g: int, computed: int) -> int:
-        """Returns the number of blocks of group ``g`` that do not change any more when ``computed`` tokens are
-        computed. Where their KV depends on several tokens after its own, the engine computes the last positions again
-        when it knows these."""
+        """Returns how many blocks of group ``g`` are final when ``computed`` tokens are computed. Where KV depends on
+        several tokens after its own, the engine computes the last positions again when it knows these."""
         return max(0, computed - max(0, self.groups[g].lookahead - 1)) // self.block_tokens[g]
 
     def last_within(self, g: int, end: int) -> int:
@@ -92,15 +87,14 @@ class KeyLayout:
         return end // self.block_tokens[g] - 1
 
     def extend_keys(self, keys: Sequence[list[OffloadKey]], request: Request, namespace: bytes) -> None:
-        """Appends to the ``keys`` of each group those of the blocks that became whole. ``namespace`` precedes the block
-        hashes."""
+        """Appends to the ``keys`` of each group those of new whole blocks. ``namespace`` precedes the block hashes."""
         hashes = request.block_hashes
         for g, of_group in enumerate(keys):
             if g in self.ahead:
                 new = range(len(of_group), self.num_named(g, request))
                 of_group += [self.key(g, index, request, namespace) for index in new]
             else:
-                per_block, suffix = self._hashes_per_block[g], self._suffixes[g]
+                per_block, suffix = self.block_tokens[g] // self.hash_block_size, self._suffixes[g]
                 for block_hash in hashes[(len(of_group) + 1) * per_block - 1 :: per_block]:
                     of_group.append(namespace + block_hash + suffix)
 
@@ -113,8 +107,7 @@ class KeyLayout:
         return make_offload_key(namespace + name, g)
 
     def describe(self, request: Request, block: Block, namespace: bytes) -> BlockDescription | None:
-        """Describes the contents of ``block`` of a request with this ``namespace``, for events; None if the request has
-        other tokens there by now."""
+        """Describes ``block`` of a request with this ``namespace``, for events; None if it has other tokens by now."""
         g, ordinal = block.group, block.ordinal
         if ordinal >= self.num_named(g, request) or self.key(g, ordinal, request, namespace) != block.key:
             return None
@@ -144,8 +137,6 @@ class KeyLayout:
     def needed_keys(self, keys: Sequence[Sequence[OffloadKey]], end: int) -> list[OffloadKey]:
         """Returns those of a chain's ``keys``, by group, that a request needs to continue at token ``end``, a multiple
         of ``align``, by the position at which their blocks end."""
-        if len(keys) == 1 and not self.windows:
-            return list(keys[0][: end // self.align]) if self.full else [keys[0][self.last_within(0, end)]]
         needed = [
             ((i + 1) * size, g in self.states, g, keys[g][i])
             for g, size in enumerate(self.block_tokens)
@@ -167,11 +158,8 @@ class KeyLayout:
 
 
 class Block(NamedTuple):
-    """A block of one request: the ``ordinal``-th of group ``group``, from 0, with the device blocks that hold it.
-
-    ``first_device_block`` is the index, within the request, of the first of ``device_blocks``: leading ones may
-    have slid out of the window.
-    """
+    """The ``ordinal``-th block of a request in group ``group``, from 0. ``first_device_block`` is the index, within the
+    request, of the first of the ``device_blocks`` that hold it: leading ones may have slid out of the window."""
 
     group: int
     ordinal: int

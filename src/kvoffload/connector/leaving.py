@@ -9,7 +9,7 @@ from kvoffload.abc import MissReason, Offer, OffloadKey, ReqContext, TieredManag
 from kvoffload.cache.keys import key_group_idx
 from kvoffload.cache.misses import MissMemory
 from kvoffload.connector.device_blocks import REFUSED, DeviceBlocks, HeldBlock
-from kvoffload.connector.jobs import DescribedBlocks, Job, JobTable
+from kvoffload.connector.jobs import Job, JobTable
 from kvoffload.connector.layout import Block
 from kvoffload.connector.messages import WorkerReport
 from kvoffload.connector.request import RequestState
@@ -36,7 +36,6 @@ have been offered to load."""
 AWAITED = ReqContext("", goes_on=True)
 """Blocks that requests wait for are stored, whatever they seem to be worth."""
 NextFree: TypeAlias = Callable[[int], Iterable[int]]
-"""See EngineSpec."""
 LOST = (
     "kvoffload: more blocks left the device in one step than can be stored in it, and the others are lost (metric "
     "lost_blocks): requests that need them compute them again"
@@ -56,11 +55,8 @@ def piece_blocks(num_blocks: int) -> int:
 
 
 class LeavingBlocks:
-    """Stores what leaves the device, and what leaves it next.
-
-    ``misses``: where the manager looks up why a block is missing. ``next_free``: see EngineSpec. ``slot_bytes``: the
-    bytes of a block in each pool; none if they are not known.
-    """
+    """Stores what leaves the device, and what leaves it next. ``misses``: where the manager looks up why a block is
+    missing. ``slot_bytes``: the bytes of a block in each pool, if they are known."""
 
     def __init__(
         self, jobs: JobTable, misses: MissMemory, next_free: NextFree | None, slot_bytes: Sequence[int]
@@ -77,8 +73,7 @@ class LeavingBlocks:
         """Blocks that are stored in the step that computes in their device blocks."""
         self._num_ahead = self._num_looked = 0
         self._expected: dict[str, int] = {}
-        """Device blocks that requests take soon, by request: of those that wait, or were offered a load and got none
-        yet."""
+        """Blocks that requests which wait, or were offered a load, will take on the device, by request."""
         self._looks_ahead = False
         """Whether the next step looks ahead although it hands out nothing."""
         self._forgotten: dict[OffloadKey, None] = {}
@@ -98,11 +93,6 @@ class LeavingBlocks:
         if not isinstance(self._jobs.manager, TieredManager):
             self._misses.record(keys, MissReason.RESET)
         self.note_left(keys)
-
-    def clear(self) -> None:
-        self.device.clear()
-        self._expected.clear()
-        self._forgotten.clear()
 
     def note_left(self, keys: Sequence[OffloadKey]) -> None:
         """Tells the manager that the device does not hold these blocks any more."""
@@ -126,8 +116,8 @@ class LeavingBlocks:
 
     def store(self, loading: Sequence[int], handed_out: Sequence[int], overwritten: Collection[int]) -> None:
         """Makes the jobs for blocks that leave the device because their device blocks are given to loads, which come
-        after these jobs, or ``handed_out`` to requests that compute, and for those that leave next. The second must be
-        fenced. What may be ``overwritten`` before that is lost."""
+        after these jobs, or ``handed_out`` to requests that compute (these need a fence), and for those that leave
+        next. What may be ``overwritten`` before that is lost."""
         if not loading and not handed_out and not overwritten and not self._looks_ahead:
             return
         lost = self.device.leave(overwritten) if overwritten else []
@@ -175,9 +165,8 @@ class LeavingBlocks:
             self._jobs.observer.warn(LOST)
 
     def bring_back(self, state: RequestState, end: int) -> bool:
-        """Whether the device still holds the request's block behind token ``end``, which its engine does not find there
-        any more: it has emptied its cache, or named another copy. The next step stores it, with those behind it, so
-        that it can be loaded."""
+        """Whether the device still holds the request's block behind token ``end``, which its engine does not find any
+        more (its cache was emptied, or names another copy). The next step stores it and those behind it for a load."""
         sizes, keys = self._jobs.layout.block_tokens, state.blocks.keys
         behind = keys[0][end // sizes[0] :]
         if end + sizes[0] >= state.request.num_tokens or not behind or behind[0] not in self.device:
@@ -229,8 +218,7 @@ class LeavingBlocks:
         return num_stored, left
 
     def _offer(self, blocks: Sequence[HeldBlock], context: ReqContext | None) -> int:
-        """Makes a job for those ``blocks`` of a tenant that host memory lacks and has room for. Returns their
-        number."""
+        """Makes a job for those ``blocks`` of a tenant that host memory lacks and has room for; returns how many."""
         offered = blocks
         while (
             output := self._jobs.manager.prepare_store([held[0] for held in offered], context, Offer.LEAVING)
@@ -243,16 +231,11 @@ class LeavingBlocks:
         if output.refused_keys:
             refused = frozenset(output.refused_keys)
             self.device.forget_early((held[2] for held in offered if held[0] in refused), REFUSED)
-        wanted, group = frozenset(output.keys_to_store), 0
-        has_groups, state_of = len(self._jobs.layout.groups) > 1, self.device.state_of
-        new: DescribedBlocks = []
-        blocks_of: dict[int, int] = {}
-        for key, _, device_block, ordinal, number in offered:
+        wanted, has_groups = frozenset(output.keys_to_store), len(self._jobs.layout.groups) > 1
+        states, new = self.device.states, list[tuple[int, RequestState | None, Block]]()
+        for key, _, at, i, number in offered:
             if key in wanted:
-                if has_groups:
-                    group = key_group_idx(key)
-                block = Block._make((group, ordinal, key, ordinal, [device_block]))
-                new.append((state_of(device_block), block))
-                blocks_of[number] = blocks_of.get(number, 0) + 1
-        self._jobs.add_store(new, [], output, blocks_of)
+                block = Block._make((key_group_idx(key) if has_groups else 0, i, key, i, [at]))
+                new.append((number, None if states is None else states[at], block))
+        self._jobs.add_store(new, output)
         return len(new)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -41,19 +41,31 @@ class LoadPlanner:
         offered, layout = 0 if match is None else match.tokens or 0, self.jobs.layout
         if num_tokens == offered or (num_tokens < offered and not layout.windows and not layout.states):
             try:
-                job_id, spec = self.start(state, blocks, num_tokens)
+                self.start(state, blocks, num_tokens)
+                return True
             except BlockNotReadyError:
                 logger.exception("kvoffload: a promised block is gone; the request computes instead")
-            else:
-                state.filled.loaded_end = state.filled.computed + num_tokens
-                self._add(job_id, spec, state)
-                if self.sound.origins is not None:
-                    self.sound.add(state, spec.device.block_ids.tolist())
-                self.jobs.changes.loads += 1
-                return True
         state.may_load = False
         self.jobs.observer.metrics.add("load_failures")
         return False
+
+    def start(self, state: RequestState, blocks: KVBlocks, num_tokens: int) -> None:
+        """Adds the load to the next step. Raises BlockNotReadyError, and changes nothing, if a block is gone, or the
+        engine has no device block for a state."""
+        end = state.filled.computed + num_tokens
+        spans, device = self.device_spec(blocks, state.filled.computed, end)
+        if any(not spans[g] for g in self.jobs.layout.states):
+            raise BlockNotReadyError(f"the engine has no device block for the state at token {end}")
+        keys = [key for g, span in enumerate(spans) for key in state.blocks.keys[g][span.start : span.stop]]
+        lease, ids = self.jobs.manager.prepare_load(keys, state.context), device.block_ids.tolist()
+        job_id = self.jobs.add(Job(False, [state], lease, keys, fills=ids))
+        state.phase, state.filled.loaded_end = Phase.LOADING, end
+        if not state.options.remote_decode and self.leaving is None:
+            state.blocks.loaded = tuple(spans)
+        self._add(job_id, TransferSpec(state.context.req_id, lease, device), state)
+        if self.sound.origins is not None:
+            self.sound.origins.update(dict.fromkeys(ids, state.origin))
+        self.jobs.changes.loads += 1
 
     def cut(self, handed_out: Collection[int]) -> None:
         """Replaces each load of the next step that displaces many blocks by its first piece. What has to leave
@@ -114,24 +126,6 @@ class LoadPlanner:
             observer.metrics.add("load_blocks", len(job.keys))
         return True
 
-    def start(self, state: RequestState, blocks: KVBlocks, num_tokens: int) -> tuple[int, TransferSpec]:
-        """Returns the id and the spec of a new load of ``num_tokens`` behind ``state.filled.computed``.
-
-        Raises BlockNotReadyError, and changes nothing, if a block is gone, or if the engine has no device block for a
-        state.
-        """
-        computed = state.filled.computed
-        spans, device = self.device_spec(blocks, computed, computed + num_tokens)
-        if any(not spans[g] for g in self.jobs.layout.states):
-            raise BlockNotReadyError(f"the engine has no device block for the state at token {computed + num_tokens}")
-        keys = [key for g, span in enumerate(spans) for key in state.blocks.keys[g][span.start : span.stop]]
-        lease = self.jobs.manager.prepare_load(keys, state.context)
-        job_id = self.jobs.add(Job(False, [state], lease, keys, fills=device.block_ids.tolist()))
-        state.phase = Phase.LOADING
-        if not state.options.remote_decode:
-            state.blocks.loaded = tuple(spans)
-        return job_id, TransferSpec(state.context.req_id, lease, device)
-
     def fail(self, requests: Mapping[str, RequestState], request: Request, blocks: KVBlocks, num_tokens: int) -> None:
         """Reports a promised load as failed, whatever state the request is in."""
         if not num_tokens:
@@ -145,22 +139,23 @@ class LoadPlanner:
             device = self.device_spec(blocks, computed, computed + num_tokens)[1]
             broken[request.request_id] = device.block_ids.tolist()
 
-    def blocks_behind(self, computed: int, blocks: KVBlocks) -> list[int]:
-        """Returns the device blocks of all groups for the tokens behind ``computed``."""
-        sizes = zip(self.jobs.layout.device_block_sizes, self._tables(blocks), strict=True)
-        return [block for size, table in sizes for block in table[computed // size :]]
-
-    def _tables(self, blocks: KVBlocks) -> Sequence[Sequence[int]]:
-        parts, tables = self.jobs.layout.parts, blocks.get_block_ids()
-        return parts.tables(tables) if parts.is_divided else tables
+    def leave_to_others(self, state: RequestState, blocks: KVBlocks) -> None:
+        """Takes note that another connector may fill the request's ``blocks`` before the request is in a step."""
+        layout = self.jobs.layout
+        tables = zip(layout.device_block_sizes, layout.parts.of_groups(blocks.get_block_ids()), strict=True)
+        given = [block for size, table in tables for block in table[state.filled.computed // size :]]
+        self.jobs.handed_out += given
+        state.filled.of_others = frozenset(given)
+        self.sound.trace(None, set(given), set())
 
     def device_spec(self, blocks: KVBlocks, computed: int, end: int) -> tuple[list[range], DeviceSpec]:
-        """Returns per group which offloaded blocks hold tokens ``computed`` to ``end``, and where these go. The engine
-        has given null blocks to tokens that the next token does not attend to. Of a state, that is the one block that
-        ends at ``end``, whatever precedes it."""
+        """Returns per group which offloaded blocks hold tokens ``computed`` to ``end``, of a state the one that ends
+        there, and where these go. Tokens to which the next one does not attend have null blocks."""
         ids: list[int] = []
         spans, sizes, firsts = [], [], []
-        for group, table in zip(self.jobs.layout.groups, self._tables(blocks), strict=True):
+        layout, tables = self.jobs.layout, blocks.get_block_ids()
+        by_group = layout.parts.of_groups(tables) if layout.parts.is_divided else tables
+        for group, table in zip(layout.groups, by_group, strict=True):
             first = (group.skipped_tokens(end) if group.state else computed) // group.device_block_size
             last = min(-(-end // group.device_block_size), len(table))
             while first < last and table[first] == NULL_BLOCK:

@@ -1,12 +1,10 @@
-"""What a request is offered, whether it waits, and how long the answer is remembered.
-
-``locate`` answers the engine. ``longest`` asks the manager for the longest hit that all groups of a layout agree on,
-and ``tiering/lookup.py`` behind it asks the tiers.
-"""
+"""What a request is offered, whether it waits, and how long the answer is remembered. ``locate`` answers the engine;
+``longest`` asks the manager, behind which ``tiering/lookup.py`` asks the tiers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import NamedTuple
@@ -51,7 +49,6 @@ class Lookups:
     adapters: AdapterDigests | None
     leaving: LeavingBlocks | None
     deadline_s: float
-    clock: Callable[[], float]
     patience: Patience = field(default_factory=Patience)
 
     @property
@@ -65,11 +62,11 @@ def locate(lookups: Lookups, state: RequestState, computed: int) -> Match:
     lookup = state.lookup
     if (match := lookup.match) is not None:
         change = lookups.jobs.changes.loads if match.tokens is None else lookups.contents
-        if (match.change, match.computed) == (change, computed) and lookups.clock() < match.expires:
+        if (match.change, match.computed) == (change, computed) and lookups.jobs.observer.clock() < match.expires:
             return match
     match = lookup.match = _look_up(lookups, state, computed)
     if match.tokens is not None and lookup.waiting_since is not None:
-        lookup.waited_s += lookups.clock() - lookup.waiting_since
+        lookup.waited_s += lookups.jobs.observer.clock() - lookup.waiting_since
         lookup.waiting_since = None
         lookup.num_waits += 1
     return match
@@ -97,15 +94,17 @@ def _look_up(lookups: Lookups, state: RequestState, computed: int) -> Match:
         lookups.paused.must_check = True
         return _wait(lookups, state, computed) or Match(lookups.contents, computed)
     _touch(lookups, state)
-    if computed % layout.device_align:
+    if computed % (align := math.lcm(*layout.device_block_sizes)):
         return Match(lookups.contents, computed)
     # The engine computes less than a block in one step. A load would take a step of its own.
-    is_worth = last_loadable(state, most_end(layout, state)) - computed >= layout.device_align
-    if is_worth and _is_next_loading(lookups, state, computed) and (wait := _wait(lookups, state, computed)):
+    is_worth = last_loadable(state, most_end(layout, state)) - computed >= align
+    # If many requests wait for the same load, a look at the next block avoids searching further.
+    is_early = is_worth and _is_any_loading(lookups, state, computed, computed + 1)
+    if is_early and (wait := _wait(lookups, state, computed)):
         return wait
     if (handover := state.lookup.handover) is not None and state.context.awaited is None:
         # From now on, if the request has the keys that are handed over to it.
-        handed, now = handover.keys(layout, state.blocks.keys) or frozenset(), lookups.clock()
+        handed, now = handover.keys(layout, state.blocks.keys) or frozenset(), lookups.jobs.observer.clock()
         until = now + lookups.patience.wait_s(handover.server, lookups.deadline_s)
         state.context = replace(state.context, awaited=Awaited(handed, handover.places, now, until))
     if not is_worth:
@@ -137,22 +136,16 @@ def _touch(lookups: Lookups, state: RequestState) -> None:
     if state.lookup.was_touched:
         return
     state.lookup.was_touched = True
-    blocks = state.blocks
-    if not lookups.jobs.layout.states:
-        lookups.jobs.manager.touch(blocks.keys_in_order(), state.context)
+    blocks, layout, manager = state.blocks, lookups.jobs.layout, lookups.jobs.manager
+    if not layout.states:
+        manager.touch(blocks.keys_in_order(), state.context)
         return
-    now = replace(state.context, may_wait=False)
-    last = last_state(HitSearch(lookups.jobs.manager, lookups.jobs.layout, state, 0, now))
-    lookups.jobs.manager.touch(blocks.used_keys([last] if last else []), state.context, blocks.keys_in_order())
-
-
-def _is_next_loading(lookups: Lookups, state: RequestState, computed: int) -> bool:
-    """Whether the first block that the request lacks, which it can have, is being loaded for another. If many
-    requests wait for the same load, this avoids searching further."""
-    if not lookups.keys_loading or not lookups.jobs.layout.full:
-        return False
-    g = lookups.jobs.layout.full[0]
-    return state.blocks.keys[g][computed // lookups.jobs.layout.block_tokens[g]] in lookups.keys_loading
+    # The first state group answers for all; other blocks are not looked at.
+    first = layout.states[0]
+    keys = layout.boundary_keys(first, blocks.keys[first], 0, most_end(layout, state))
+    found = manager.lookup_each(keys, replace(state.context, may_wait=False), Need.LAST)
+    last = (last_possible(found) + 1) * layout.align
+    manager.touch(blocks.used_keys([last] if last else []), state.context, blocks.keys_in_order())
 
 
 def _is_any_loading(lookups: Lookups, state: RequestState, computed: int, end: int) -> bool:
@@ -168,7 +161,7 @@ def _is_any_loading(lookups: Lookups, state: RequestState, computed: int, end: i
 def _wait(lookups: Lookups, state: RequestState, computed: int) -> Match | None:
     """Returns an answer that makes the request ask again: when a load has started or ended, when the manager may find
     more, or at the deadline. None if that is over, or the request has waited MAX_WAITS_PER_REQUEST times."""
-    lookup, now = state.lookup, lookups.clock()
+    lookup, now = state.lookup, lookups.jobs.observer.clock()
     if lookup.num_waits >= MAX_WAITS_PER_REQUEST:
         return None
     if lookup.waiting_since is None:
@@ -187,7 +180,8 @@ def end_handover(lookups: Lookups, state: RequestState, num_found: int) -> None:
         result = "other_name"
         observer.warn(OTHER_NAME)
     else:
-        is_complete = min(handover.tokens, state.request.num_tokens - 1) - num_found < lookups.jobs.layout.device_align
+        align = math.lcm(*lookups.jobs.layout.device_block_sizes)
+        is_complete = min(handover.tokens, state.request.num_tokens - 1) - num_found < align
         result = "complete" if is_complete else "partial" if num_found else "none"
         # A part may be what this server has computed itself.
         lookups.patience.ended(handover.server, is_complete)
@@ -234,17 +228,8 @@ def longest(search: HitSearch) -> Hit:
     return _explained(search, hit, end) if hit.is_known and hit.end < end else hit
 
 
-def last_state(search: HitSearch) -> int:
-    """Returns the last position at which the request could continue from a state, 0 if there is none. The first
-    state group answers for all; other blocks are not looked at."""
-    layout, first = search.layout, search.layout.states[0]
-    keys = layout.boundary_keys(first, search.state.blocks.keys[first], 0, most_end(layout, search.state))
-    return (last_possible(search.manager.lookup_each(keys, search.context, Need.LAST)) + 1) * layout.align
-
-
 def _with_states(search: HitSearch, end: int) -> Hit:
-    """Returns the longest hit up to ``end``, with states at its end. These come first: few are kept, and blocks
-    behind the last one are of no use."""
+    """Returns the longest hit up to ``end`` with states at its end, which come first because few are kept."""
     computed, no_state = search.computed, None
     while end > computed:
         end, is_known, lacking = _last_states(search, end)
@@ -327,10 +312,9 @@ def _agreed(search: HitSearch, end: int) -> Hit:
 
 
 def _first_gap(search: HitSearch, end: int) -> tuple[int, int, int, bool] | None:
-    """The first missing block that a window needs in order to continue at ``end``, in the group whose hit ends
-    soonest for it; every hit that reaches past that block needs it too. A block whose state is not known yet counts
-    only if no other is certainly missing. Returns the token at which it begins, its group, its ordinal, and whether
-    it is certainly missing."""
+    """Returns the first missing block that a window needs to continue at ``end``, in the group whose hit ends soonest
+    for it, as every hit past it needs it too: the token at which it begins, its group, its ordinal, and whether it is
+    certainly missing. A block of which that is not known yet counts only if no other is certainly missing."""
     layout, gaps, unknown = search.layout, [], None
     for g in layout.windows:
         needed = layout.needed_blocks(g, search.computed, last_loadable(search.state, end))

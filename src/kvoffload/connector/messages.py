@@ -15,8 +15,8 @@ class StepMeta:
     """The work of one step, from the scheduler half to every worker."""
 
     loads: dict[int, TransferSpec] = field(default_factory=dict)
-    """Specs by job id. Their device blocks are not used before they are reported. A load may start at once, unless
-    ``load_after`` says otherwise."""
+    """Specs by job id. Nothing uses their device blocks before they are reported. They start at once, or as
+    ``load_after`` says."""
     load_after: dict[int, list[int]] = field(default_factory=dict)
     """Ids of stores that must have read the device blocks which a load fills before it starts, by the load's id."""
     pieces: dict[int, list[int]] = field(default_factory=dict)
@@ -46,8 +46,7 @@ class StepMeta:
     """The id of a job that compares all weights with those accepted before this epoch, and fails if they differ."""
 
     def before_forward(self) -> Set[int]:
-        """Returns those of ``stores`` that begin before the forward pass: their device blocks have left their
-        requests."""
+        """Returns those of ``stores`` that begin before the forward pass, from blocks that have left their requests."""
         return self.stores.keys() & chain(self.fences, *self.load_after.values())
 
 

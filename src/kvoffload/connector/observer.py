@@ -24,9 +24,9 @@ from kvoffload.cache.bills import MovedBytes
 from kvoffload.cache.history import MAX_PENDING_EVENTS
 from kvoffload.cache.keys import key_group_idx
 from kvoffload.cache.tenants import HOST
+from kvoffload.connector.engine import TraceHeaders
 from kvoffload.connector.jobs import Job
 from kvoffload.connector.layout import Block, KeyLayout
-from kvoffload.connector.messages import COPIED, WorkerReport
 from kvoffload.connector.request import Match, RequestState
 from kvoffload.observe.metrics import Metrics
 from kvoffload.observe.records import RECORD_RING_SIZE, RequestRecord
@@ -92,6 +92,17 @@ class EventDescriptions:
         return self._layout.describe(state.request, block, state.blocks.namespace)
 
 
+def make_spans(trace_headers: TraceHeaders, block_bytes: int) -> RequestSpans | None:
+    """Returns what makes spans, or None, with a warning, if it cannot."""
+    try:
+        return RequestSpans(trace_headers, block_bytes)
+    except Exception as error:
+        logger.warning(
+            "kvoffload: makes no spans, although the engine's tracing is on: %s; install opentelemetry-api", error
+        )
+        return None
+
+
 @dataclass(eq=False)
 class RequestObserver:
     """Observes requests and jobs, for records, metrics and events. Only the speed of computing, which it reports to a
@@ -116,10 +127,7 @@ class RequestObserver:
     _speed: MovingRate = field(default_factory=MovingRate)
     """At which prompts are computed beside other requests, in tokens per second."""
     _num_records: int = 0
-    """Records that were made."""
     _last_warning: dict[str, float] = field(default_factory=dict)
-
-    # Requests.
 
     def begin(self, state: RequestState) -> None:
         """Observes a request that is looked up for the first time."""
@@ -160,8 +168,7 @@ class RequestObserver:
                     state.observed.prefill = tokens, seconds
 
     def end(self, state: RequestState, retained: Retained | None = None, retained_tokens: int = 0) -> None:
-        """Writes a request that has ended to the trace. ``retained``: the answer, if it has asked for its blocks of the
-        first ``retained_tokens`` tokens to be retained."""
+        """Writes a request that has ended to the trace, and whether its first tokens are retained, if it asked."""
         record, request, options = state.observed.record, state.request, state.options
         if record is not None and retained is not None and (answer := retained.refusal or retained.tier):
             self.metrics.add("retentions", label=answer)
@@ -268,14 +275,6 @@ class RequestObserver:
                 self.metrics.add("tier_hit_tokens", tokens, label=tier)
         return by_tier
 
-    # Jobs and events.
-
-    def reported(self, report: WorkerReport) -> None:
-        """Counts what workers have copied."""
-        for name in COPIED:
-            if amount := getattr(report, name):
-                self.metrics.add(name, amount)
-
     def copied(self, jobs: Sequence[Job]) -> None:
         """Observes jobs that have ended."""
         if (moved := self.moved) is not None:
@@ -309,26 +308,9 @@ class RequestObserver:
         if self.descriptions is not None:
             self.descriptions.stored(job)
 
-    def take_events(self) -> Iterable[OffloadingEvent]:
-        """Returns the blocks that became loadable or were removed since the last call."""
-        events = self.manager.take_events()
-        return list(events) if self.descriptions is None else self.descriptions.add_to(events)
-
-    # Metrics and warnings.
-
-    def read_metrics(self) -> None:
-        """Sets gauges and adds the manager's counts."""
-        self.metrics.take_in(self.manager.take_counts())
-        if self.moved is not None:
-            self.metrics.take_in(self.moved.take())
-
     def warn(self, message: str) -> None:
         """Logs ``message``, at most once in WARN_EVERY_S."""
         now = self.clock()
         if now - self._last_warning.get(message, float("-inf")) >= WARN_EVERY_S:
             self._last_warning[message] = now
             logger.warning(message)
-
-    def close(self) -> None:
-        if self.recorder is not None:
-            self.recorder.close()

@@ -54,8 +54,7 @@ EngineOptions: TypeAlias = Callable[[Request], Mapping[str, object]]
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """``kv_transfer_params["kvoffload"]``, a mapping with any of OPTIONS, and
-    ``kv_transfer_params["do_remote_decode"]``."""
+    """What ``kv_transfer_params`` says: "kvoffload", a mapping with any of OPTIONS, and "do_remote_decode"."""
 
     store: bool = _option(True, _is_bool)
     """Whether its KV may be stored."""

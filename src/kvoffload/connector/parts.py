@@ -15,11 +15,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, repeat
 from operator import mul
-from typing import Any
+from typing import Any, TypeVar
 
 from kvoffload.abc import BoundaryState, KVGroup, PageGroup, ScheduledStep
 from kvoffload.host.pool import padded_slot_bytes
 from kvoffload.units import format_bytes
+
+T = TypeVar("T")
 
 MAX_PARTS = 32
 """Parts per block. Each part costs the scheduler half as much as a block."""
@@ -39,13 +41,9 @@ class Parts:
     """
 
     counts: tuple[int, ...]
-    group_of: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    """The KV cache group of each part."""
     is_divided: bool = field(init=False, repr=False, compare=False)
-    """Whether any block has several parts."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "group_of", tuple(g for g, count in enumerate(self.counts) for _ in range(count)))
         object.__setattr__(self, "is_divided", max(self.counts, default=1) > 1)
 
     @classmethod
@@ -54,30 +52,22 @@ class Parts:
         return cls((1,) * num_groups)
 
     @property
-    def last(self) -> frozenset[int]:
+    def last(self) -> tuple[int, ...]:
         """The last part of each group. It is written last and evicted first, so while it is present the others are."""
-        return frozenset(end - 1 for end in accumulate(self.counts))
+        return tuple(end - 1 for end in accumulate(self.counts))
 
-    def groups(self, groups: Sequence[KVGroup]) -> list[KVGroup]:
-        """Returns one group per part."""
-        return [group for group, count in zip(groups, self.counts, strict=True) for _ in range(count)]
-
-    def tables(self, tables: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
-        """Returns one block table per part: that of its group, not a copy of it."""
-        return [table for table, count in zip(tables, self.counts, strict=True) for _ in range(count)]
+    def of_groups(self, each: Sequence[T]) -> list[T]:
+        """Returns for every part what its group has in ``each``, not a copy of it."""
+        return [one for one, count in zip(each, self.counts, strict=True) for _ in range(count)]
 
     def step(self, step: ScheduledStep) -> ScheduledStep:
         """Returns the step with one block table per part, and each boundary state once per part of its group."""
-        ends = tuple(accumulate(self.counts))
+        parts = [range(last + 1 - count, last + 1) for last, count in zip(self.last, self.counts, strict=True)]
         return dataclasses.replace(
             step,
-            block_ids={req_id: tuple(self.tables(tables)) for req_id, tables in step.block_ids.items()},
+            block_ids={req_id: tuple(self.of_groups(tables)) for req_id, tables in step.block_ids.items()},
             boundary_states={
-                req_id: [
-                    BoundaryState(part, block, end)
-                    for g, block, end in states
-                    for part in range(ends[g] - self.counts[g], ends[g])
-                ]
+                req_id: [BoundaryState(part, block, end) for g, block, end in states for part in parts[g]]
                 for req_id, states in step.boundary_states.items()
             },
         )
@@ -164,20 +154,18 @@ def plan_parts(groups: Sequence[KVGroup], ranks: Sequence[Sequence[int]]) -> Par
                 waste = max(waste, 1 - used / (num_slots * slot_bytes))
         return PartPlan(parts, tuple(block_bytes), slot_bytes, waste)
 
-    def num_slots(plan: PartPlan) -> float:
-        return float(sum(map(mul, weights, plan.parts.counts)))
+    def cost(plan: PartPlan) -> tuple[bool, float, float]:
+        num_slots = float(sum(map(mul, weights, plan.parts.counts)))
+        if plan.waste < MAX_WASTE:
+            return False, num_slots, plan.waste
+        # More parts for less than a hundredth of the pool are not worth their cost.
+        return True, round(plan.waste, 2), num_slots
 
     whole = plan((1,) * len(groups))
     # If the ranks have different blocks, their slots cannot all be full: one of these divisions is good on average.
     average = [sum(sizes) for sizes in zip(*ranks, strict=True)]
     found = {counts for sizes in (*by_rank, average) for counts in _divisions(groups, sizes)}
-    plans = [whole, *map(plan, sorted(found))]
-    good = [each for each in plans if each.waste < MAX_WASTE]
-    if good:
-        best = min(good, key=lambda each: (num_slots(each), each.waste))
-    else:
-        # More parts for less than a hundredth of the pool are not worth their cost.
-        best = min(plans, key=lambda each: (round(each.waste, 2), num_slots(each)))
+    best = min([whole, *map(plan, sorted(found))], key=cost)
     return dataclasses.replace(best, waste_of_whole=whole.waste)
 
 

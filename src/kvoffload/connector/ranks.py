@@ -41,9 +41,8 @@ class Ranks:
     def collect(self, make: Callable[[], T], deadline_s: float = EXCHANGE_DEADLINE_S) -> list[T]:
         """Returns what ``make`` returns on every rank, in the order of the ranks. All ranks must call this.
 
-        If ``make`` raises on some rank, this raises on every rank, so no rank waits for one that has failed: there the
-        same error, on the others ConfigError. Raises ConfigError too if some rank does not come within ``deadline_s``
-        after this one.
+        If ``make`` raises on some rank, this raises on every rank: there the same error, on the others ConfigError, as
+        when some rank does not come within ``deadline_s`` after this one.
         """
         own: Exception | None = None
         values: list[tuple[T | None, str]]
@@ -132,8 +131,7 @@ def count_pools(shares: Sequence[KVShare], rank: int, replicas: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PageRun:
-    """Bytes that a page of this rank and the page of all ranks have in common: ``nbytes`` at ``local`` of the one and
-    at ``canonical`` of the other."""
+    """``nbytes`` that are at ``local`` of a page of this rank and at ``canonical`` of the page of all ranks."""
 
     local: int
     canonical: int

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
@@ -69,8 +69,7 @@ class Changes:
 
 @dataclass(slots=True, eq=False)
 class Match:
-    """A remembered lookup: the engine asks for a waiting request in every step. It holds for ``computed`` tokens on the
-    device, until ``change`` or ``expires``."""
+    """A lookup with ``computed`` tokens on the device, remembered until ``change`` or ``expires``."""
 
     change: int
     """``Lookups.contents`` at the lookup; if the request waits, ``Changes.loads``."""
@@ -91,7 +90,6 @@ class RequestLookup:
 
     match: Match | None = None
     handover: Handover | None = None
-    """What another server hands over to it."""
     waiting_since: float | None = None
     """When the wait in progress began. Since then the engine was answered to ask again."""
     num_waits: int = 0
@@ -169,7 +167,6 @@ class RequestState:
     storing: Storing = Storing.ALLOWED
     may_load: bool = True
     num_jobs: int = 0
-    """Jobs in progress."""
 
     @property
     def may_store(self) -> bool:
@@ -177,8 +174,7 @@ class RequestState:
 
     @property
     def has_copied_part(self) -> bool:
-        """Whether its computed tokens end within a device block that it has not loaded: the engine has copied a part of
-        a block, which may be of any origin."""
+        """Whether its computed tokens end within a block that it has not loaded: a part was copied from any origin."""
         computed = self.request.num_computed_tokens
         return self.filled.loaded_end != computed and any(computed % n for n in self.blocks.layout.device_block_sizes)
 
@@ -202,8 +198,7 @@ class RequestState:
         return False
 
     def take_match(self) -> Match | None:
-        """Called when device blocks were allocated. Returns the lookup that the engine has acted on; None if there was
-        none since blocks were last allocated."""
+        """Called when device blocks were allocated. Returns the lookup since the last time: the engine acts on it."""
         match, self.lookup.match = self.lookup.match, None
         self.phase = Phase.RUNNING
         self.filled.computed = 0 if match is None else match.computed
@@ -249,7 +244,7 @@ class RequestBlocks:
     next_store: tuple[int, ...] = field(init=False)
     """The index of the first block not yet given to ``prepare_store``."""
     loaded: tuple[range, ...] | None = None
-    """Blocks that came from the host, which are not stored again; None if there are none."""
+    """Blocks that came from the host and are not stored again, because it repeats the device; None: there are none."""
     stored: list[OffloadKey] = field(default_factory=list)
     """What the request has stored itself."""
     state_ends: Collection[int] = ()
@@ -330,8 +325,6 @@ class RequestBlocks:
         """Returns the keys of ``used_keys`` whose blocks are computed and may be stored."""
         layout, most = self.layout, min(self.request.num_computed_tokens, self.max_stored_tokens)
         ends = [layout.num_final(g, min(most, self.request.num_tokens)) for g in range(len(self.keys))]
-        if len(self.keys) == 1:
-            return self.keys[0][: ends[0]]
         wanted = {key for keys, end in zip(self.keys, ends, strict=True) for key in keys[:end]}
         return [key for key in self.used_keys(self.state_ends) if key in wanted]
 
@@ -364,16 +357,15 @@ class RequestBlocks:
         return [table[:end] for table, end in pairs], tuple(table[end:] for table, end in pairs)
 
     def computed_again(self) -> list[int]:
-        """Returns the device blocks in which the engine computes tokens again that it has taken back, among those that
-        stores may be reading."""
+        """Returns the device blocks that stores may be reading and in which taken-back tokens are computed again."""
         first, end = self.request.num_computed_tokens, self.stored_end
         tables = zip(self.layout.device_block_sizes, self.tables, strict=True)
         return [block for size, table in tables for block in table[first // size : -(-end // size)]]
 
-    def due(self, num_computed: int, num_before: int, with_loaded: bool = False) -> tuple[list[Block], tuple[int, ...]]:
+    def due(self, num_computed: int, num_before: int) -> tuple[list[Block], tuple[int, ...]]:
         """Returns the whole blocks of computed, known tokens that were not stored yet and whose KV still exists, by
-        their end, and those that came from the host only ``with_loaded``; and, per group, the ``next_store`` that holds
-        once they are stored. Call ``extend_keys`` first.
+        their end, without those ``loaded``; and, per group, the ``next_store`` that holds once they are stored. Call
+        ``extend_keys`` first.
 
         ``num_computed`` tokens are computed at the end of this step, ``num_before`` were at its beginning: KV that the
         token after those does not attend to may be gone. States are left out: no block table says where they are.
@@ -382,7 +374,7 @@ class RequestBlocks:
         tokens, most = self.request.num_tokens, self.max_stored_tokens
         if num_computed < tokens:
             tokens = num_computed
-        if layout.is_plain and (self.loaded is None or with_loaded):
+        if self.loaded is None and len(self.tables) == 1 and layout.full and not layout.ahead:
             # Decoding completes one block at a time, which is most of what a step costs.
             size, factor = layout.block_tokens[0], layout.groups[0].block_size_factor
             (first,), (keys,), (table,) = self.next_store, self.keys, self.tables
@@ -407,7 +399,7 @@ class RequestBlocks:
             if g in layout.windows:
                 due += self._due_in_window(g, range(first, end), num_before)
                 continue
-            loaded = self.loaded[g] if self.loaded is not None and not with_loaded else ()
+            loaded = self.loaded[g] if self.loaded is not None else ()
             for i in range(first, end):
                 device_blocks = table[i * factor : (i + 1) * factor]
                 if NULL_BLOCK not in device_blocks and i not in loaded:
@@ -444,13 +436,8 @@ class RequestBlocks:
             return
         if next_store != self.next_store:
             self.next_store, self.stored_end = next_store, max(map(mul, next_store, sizes))
-        self.store_at = min(map(self._due_at, range(len(next_store))))
-
-    def _due_at(self, g: int) -> int:
-        """Returns the number of computed tokens at which the next block of group ``g`` becomes due."""
-        layout = self.layout
-        end = (self.next_store[g] + 1) * layout.block_tokens[g]
-        return NEVER if g in layout.states or end > self.max_stored_tokens else end
+        ends = [(next_store[g] + 1) * size for g, size in enumerate(sizes) if g not in self.layout.states]
+        self.store_at = min((end for end in ends if end <= self.max_stored_tokens), default=NEVER)
 
 
 @dataclass(eq=False)
@@ -464,12 +451,10 @@ class QueuedRequests:
     tenants: Tenants
     adapters: AdapterDigests | None
     sound: BlockOrigins
-    requests: dict[str, Request] = field(default_factory=dict)
-    """By id. Read only for others."""
-    new: deque[Request] = field(default_factory=deque)
-    """Those that no step has followed yet, and some that were taken. Read only for others."""
-    _states: dict[str, RequestState] = field(default_factory=dict)
-    """Of those that the manager expects."""
+    new: OrderedDict[str, Request] = field(default_factory=OrderedDict)
+    """By id, those that no step has followed yet. Read only for others."""
+    expected: dict[str, RequestState] = field(default_factory=dict)
+    """By id, those that the manager expects. Read only for others."""
 
     def make(self, request: Request) -> RequestState:
         """Returns the state of a new request."""
@@ -501,32 +486,27 @@ class QueuedRequests:
         return state
 
     def add(self, request: Request) -> None:
-        is_read_ahead = isinstance(self.manager, TieredManager)
-        if is_read_ahead and len(self.new) < MAX_QUEUED and len(self.requests) < MAX_QUEUED:
-            self.requests[request.request_id] = request
-            self.new.append(request)
+        if isinstance(self.manager, TieredManager) and len(self.new) + len(self.expected) < MAX_QUEUED:
+            self.new[request.request_id] = request
 
     def take(self, request: Request) -> RequestState | None:
         """Removes a request that is looked up, or ends before. Returns its state if that was made."""
-        self.requests.pop(request.request_id, None)
-        state = self._states.pop(request.request_id, None)
+        self.new.pop(request.request_id, None)
+        state = self.expected.pop(request.request_id, None)
         # An engine may use an id again.
         return state if state is not None and state.request is request else None
 
     def clear(self) -> None:
-        self.requests.clear()
         self.new.clear()
-        self._states.clear()
+        self.expected.clear()
 
     def read_ahead(self) -> None:
         """Called in every step, after its lookups."""
         num_left, manager = NEW_PER_STEP, self.manager
         while isinstance(manager, TieredManager) and self.new and num_left:
-            request = self.new.popleft()
-            if self.requests.get(request.request_id) is not request:
-                continue
+            req_id, request = self.new.popitem(last=False)
             num_left -= 1
-            state = self._states[request.request_id] = self.make(request)
+            state = self.expected[req_id] = self.make(request)
             keys, layout = state.blocks.keys, self.engine.layout
             if state.may_load and state.adapter is None and len(keys) == 1:
                 state.extend_keys()

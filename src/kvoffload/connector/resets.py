@@ -15,9 +15,8 @@ logger = logging.getLogger(__name__)
 
 
 class PausedContents:
-    """Hides contents of the manager after a reset: what shared tiers hold, and everything if the engine has only
-    paused. If the workers find that all of their weights are those that the contents were computed with, these are
-    valid again, otherwise they are dropped."""
+    """Hides contents of the manager after a reset: those of shared tiers, or all if the engine has only paused. These
+    are valid again if all workers find that they have the weights of before, and dropped otherwise."""
 
     def __init__(self, jobs: JobTable) -> None:
         self._manager, self._changes, self._num_workers = jobs.manager, jobs.changes, jobs.num_workers
@@ -95,11 +94,6 @@ class BlockOrigins:
 
     def reset(self) -> None:
         self.origins, self._others = {}, None
-
-    def add(self, state: RequestState, blocks: list[int]) -> None:
-        """Adds blocks that a load of the request fills."""
-        if self.origins is not None and state.origin is not None:
-            self.origins.update(dict.fromkeys(blocks, state.origin))
 
     def discard(self, origins: Collection[Digests]) -> None:
         """Removes the blocks of adapters that have changed."""

@@ -28,21 +28,18 @@ from kvoffload.connector.layout import NULL_BLOCK
 from kvoffload.connector.leaving import LeavingBlocks
 from kvoffload.connector.loads import LoadPlanner
 from kvoffload.connector.lookups import Lookups, end_handover, locate
-from kvoffload.connector.messages import StepMeta, WorkerReport
-from kvoffload.connector.observer import EventDescriptions, RequestObserver
+from kvoffload.connector.messages import COPIED, StepMeta, WorkerReport
+from kvoffload.connector.observer import EventDescriptions, RequestObserver, make_spans
 from kvoffload.connector.options import PARAM
 from kvoffload.connector.request import QueuedRequests, RequestState
 from kvoffload.connector.resets import BlockOrigins, PausedContents
 from kvoffload.connector.stores import StorePlanner
+from kvoffload.connector.worker import IDLE_WAIT_S
 from kvoffload.observe.metrics import Metrics
-from kvoffload.observe.spans import RequestSpans
 from kvoffload.observe.trace import TraceRecorder
 
 logger = logging.getLogger(__name__)
 
-IDLE_WAIT_S = 0.002
-"""How long a step without tokens waits for blocks that a lower tier is reading, so that an idle engine does not compete
-for the CPU with the threads that read them."""
 WEIGHTS_CHANGED = (
     "kvoffload: THE WEIGHTS HAVE CHANGED in the running engine: all offloaded blocks are forgotten, and what is stored "
     "from now on serves no later process. After an update call reset_prefix_cache(reset_connector=True), which also "
@@ -77,7 +74,7 @@ class OffloadingConnectorScheduler:
 
     ``tenants`` says what precedes every block hash. With ``misses``, blocks are stored when they leave the device, for
     a ``manager`` made for that, which explains misses from there. ``recorder`` gets every request that was given device
-    blocks, when it ends; ``spans`` gets every request. ``slot_bytes``: the bytes of a block in each host pool.
+    blocks, when it ends. ``slot_bytes``: the bytes of a block in each host pool.
 
     Call it from the engine's scheduler thread only. No method raises for anything that goes wrong while serving: after
     an unexpected error ``off`` is True, nothing more is loaded or stored, and every promised load or store is reported
@@ -93,7 +90,6 @@ class OffloadingConnectorScheduler:
         misses: MissMemory | None = None,
         load_deadline_ms: float = 1000.0,
         recorder: TraceRecorder | None = None,
-        spans: RequestSpans | None = None,
         slot_bytes: Sequence[int] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -103,7 +99,9 @@ class OffloadingConnectorScheduler:
         self.requests: dict[str, RequestState] = {}
         """By id, every request that was looked up and has not ended."""
         tenants, deadline_s = tenants or Tenants(b""), load_deadline_ms / 1000
-        moved = MovedBytes(tenants, sum(slot_bytes)) if tenants.names else None
+        block_bytes = sum(slot_bytes)
+        moved = MovedBytes(tenants, block_bytes) if tenants.names else None
+        spans = None if engine.trace_headers is None else make_spans(engine.trace_headers, block_bytes)
         self.metrics = Metrics(self._read_metrics)
         described = EventDescriptions(layout) if engine.enable_events else None
         self.observer = RequestObserver(manager, layout, self.metrics, recorder, spans, described, clock, moved)
@@ -111,18 +109,16 @@ class OffloadingConnectorScheduler:
         leaving = None if misses is None else LeavingBlocks(jobs, misses, engine.next_free, slot_bytes)
         self.stores = StorePlanner(jobs, leaving)
         self.paused = PausedContents(jobs)
-        adapters = AdapterDigests(engine.adapter_of, jobs, deadline_s, clock) if engine.adapter_of else None
+        adapters = AdapterDigests(engine.adapter_of, jobs, deadline_s) if engine.adapter_of else None
         self.sound = BlockOrigins(has_adapters=adapters is not None)
         self.loads = LoadPlanner(jobs, self.sound, leaving)
         loading = jobs.keys_loading if engine.share_loads else {}
-        self.lookups = Lookups(jobs, loading, self.paused, adapters, leaving, deadline_s, clock)
+        self.lookups = Lookups(jobs, loading, self.paused, adapters, leaving, deadline_s)
         self.queued = QueuedRequests(manager, engine, tenants, adapters, self.sound)
         self.records = self.observer.records
         """Records of the latest requests: what each asked for and found."""
         self.metrics.set("pool_blocks", manager.most_blocks())
         self.metrics.set("off", 0)
-
-    # Lookup.
 
     @guarded(lambda self, request: None)
     def on_new_request(self, request: Request) -> None:
@@ -150,13 +146,10 @@ class OffloadingConnectorScheduler:
             leaving.expect(request.request_id, behind if match.tokens is None else match.tokens)
         return match.tokens, bool(match.tokens)
 
-    # Loads.
-
     @guarded(lambda self, request, blocks, num_tokens: self.loads.fail(self.requests, request, blocks, num_tokens))
     def update_state_after_alloc(self, request: Request, blocks: KVBlocks, num_external_tokens: int) -> None:
-        """Starts the load of ``num_external_tokens`` tokens of the offer into ``blocks``, which the engine has
-        allocated, and pins the slots that it reads. Zero tokens: the engine has declined the offer, or there was
-        none."""
+        """Starts the load of ``num_external_tokens`` tokens of the offer into ``blocks``, just allocated, and pins the
+        slots that it reads. Zero tokens: the engine has declined the offer, or there was none."""
         state = self._state(request)
         match = state.take_match()
         self.jobs.allocated.add(request.request_id)
@@ -164,18 +157,12 @@ class OffloadingConnectorScheduler:
         if num_external_tokens and not self.loads.begin(state, match, blocks, num_external_tokens):
             self.loads.fail(self.requests, request, blocks, num_external_tokens)
         elif self.queued.engine.is_beside_others and match is not None:
-            # Before the step in which the request is scheduled, another connector may write to them.
-            given = self.loads.blocks_behind(match.computed, blocks)
-            self.jobs.handed_out += given
-            state.filled.of_others = frozenset(given)
-            self.sound.trace(None, set(given), set())
+            self.loads.leave_to_others(state, blocks)
         promoted = self.manager.release_request(state.context)
         self.observer.allocated(state, match, num_external_tokens, promoted)
         if state.lookup.handover is not None and match is not None:
             end_handover(self.lookups, state, match.computed + num_external_tokens)
         state.lookup.end_wait()
-
-    # Steps.
 
     @guarded(lambda self, step: self.jobs.take_step(_has_tokens(step)))
     def build_connector_meta(self, step: ScheduledStep) -> StepMeta:
@@ -205,7 +192,8 @@ class OffloadingConnectorScheduler:
             self.observer.planned_last_stores([state for state, _ in jobs.finished])
         if (leaving_blocks := self.stores.leaving) is not None:
             self.loads.cut(handed_out)
-            leaving_blocks.store(jobs.loading, leaving, step.overwritten)
+            loading = [at for spec in meta.loads.values() for at in spec.device.block_ids.tolist()]
+            leaving_blocks.store(loading, leaving, step.overwritten)
             leaving_blocks.store_forgotten(requests.values())
         if jobs.jobs:
             jobs.fence(step, requests, handed_out)
@@ -216,7 +204,7 @@ class OffloadingConnectorScheduler:
             # A request may have lost its blocks and compute on new ones in the same step.
             self.stores.store_states(step, set(preempted) - step.replaced, requests)
         if jobs.held:
-            meta.releases += jobs.take_unheld(self.lookups.clock())
+            meta.releases += jobs.take_unheld(self.observer.clock())
         return jobs.take_step(has_tokens)
 
     @guarded(lambda self, report: None)
@@ -234,7 +222,9 @@ class OffloadingConnectorScheduler:
             states = [*self.requests.values(), *(state for state, _ in self.jobs.finished)]
             self.sound.discard(adapters.take_report(report, states))
         self.jobs.poll()
-        self.observer.reported(report)
+        for name in COPIED:
+            if amount := getattr(report, name):
+                self.metrics.add(name, amount)
         if self.stores.leaving is not None:
             self.stores.leaving.measure(report)
         if report.done:
@@ -270,10 +260,8 @@ class OffloadingConnectorScheduler:
         self.observer.planned_last_stores([state for state, _ in self.jobs.finished])
         self.jobs.finished.clear()
 
-    # End of requests, reset, shutdown.
-
-    @guarded(lambda self, request, block_ids=(): self._forget(request))
-    def request_finished(self, request: Request, block_ids: object = ()) -> tuple[bool, dict[str, Any] | None]:
+    @guarded(lambda self, request: self._forget(request))
+    def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         """``(False, None)``: the engine may free the blocks at once, fences protect what is being stored.
 
         True for a request with ``do_remote_decode``: its blocks stay until all of it is in the host pool,
@@ -289,14 +277,13 @@ class OffloadingConnectorScheduler:
         self.manager.release_request(state.context)
         self.stores.end(state)
         self.observer.end(state, *self.stores.retain(state))
-        if not any(state.blocks.tables):
-            return False, _answer(state, None)
-        self.jobs.finished.append((state, request.num_computed_tokens))
-        if not state.options.remote_decode:
+        if has_blocks := any(state.blocks.tables):
+            self.jobs.finished.append((state, request.num_computed_tokens))
+        if not has_blocks or not state.options.remote_decode:
             return False, _answer(state, None)
         if (handover := self.stores.hand_over(state)) is not None:
             self.metrics.add("handovers", label="sent")
-        self.jobs.held[request.request_id] = state, self.lookups.clock() + self.lookups.deadline_s
+        self.jobs.held[request.request_id] = state, self.observer.clock() + self.lookups.deadline_s
         return True, _answer(state, handover)
 
     def _forget(self, request: Request) -> tuple[bool, None]:
@@ -313,7 +300,8 @@ class OffloadingConnectorScheduler:
     @guarded(lambda self: [])
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Returns the blocks that became loadable or were removed since the last call."""
-        return self.observer.take_events()
+        events, descriptions = self.manager.take_events(), self.observer.descriptions
+        return list(events) if descriptions is None else descriptions.add_to(events)
 
     @guarded(lambda self, is_pause=False: None)
     def reset(self, is_pause: bool = False) -> None:
@@ -340,7 +328,8 @@ class OffloadingConnectorScheduler:
 
     def shutdown(self) -> None:
         """Releases everything, even if offloading is off: lower tiers have threads and files. May be called twice."""
-        self.observer.close()
+        if self.observer.recorder is not None:
+            self.observer.recorder.close()
         try:
             self.paused.drop()
             self.manager.shutdown()
@@ -350,14 +339,17 @@ class OffloadingConnectorScheduler:
     def _state(self, request: Request) -> RequestState:
         state = self.requests.get(request.request_id)
         if state is None:
-            state = (self.queued.take(request) if self.queued.requests else None) or self.queued.make(request)
+            is_noted = self.queued.new or self.queued.expected
+            state = (self.queued.take(request) if is_noted else None) or self.queued.make(request)
             self.requests[request.request_id] = state
             self.observer.begin(state)
         return state
 
     @guarded(lambda self: None)
     def _read_metrics(self) -> None:
-        self.observer.read_metrics()
+        self.metrics.take_in(self.manager.take_counts())
+        if self.observer.moved is not None:
+            self.metrics.take_in(self.observer.moved.take())
 
     def switch_off(self, where: str) -> None:
         """Ends offloading for good: promised loads and stores count as failed. Logs the exception in progress."""
@@ -369,5 +361,4 @@ class OffloadingConnectorScheduler:
         self.off = True
         self.metrics.set("off", 1)
         self.jobs.break_off()
-        self.stores.clear()
         self.queued.clear()

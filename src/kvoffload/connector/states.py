@@ -34,7 +34,6 @@ class _Kept:
     resumed: int = 0
     """Where the request has continued, at a state that was loaded or that the device had; 0 if it began anew."""
     at: dict[StatePlace, int] = field(default_factory=dict)
-    """Where the state of each place is."""
     turn_before: int = 0
     """Where that of TURN was before."""
     own: dict[int, list[OffloadKey]] = field(default_factory=dict)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from kvoffload.abc import BoundaryState, Offer, OffloadKey, PrepareStoreOutput, Retained, ScheduledStep, TieredManager
 from kvoffload.connector.handover import SERVER_CHARS, Handover, name_of
-from kvoffload.connector.jobs import DescribedBlocks, Job, JobTable
+from kvoffload.connector.jobs import Job, JobTable, NumberedBlocks
 from kvoffload.connector.layout import NULL_BLOCK, Block
 from kvoffload.connector.leaving import LeavingBlocks
 from kvoffload.connector.options import NEVER
@@ -28,11 +28,9 @@ STORE_FAILED = "kvoffload: a store failed, or came too late for its blocks, and 
 
 @dataclass(slots=True, eq=False)
 class Due:
-    """Blocks of a request to store when ``num_computed`` of its tokens are computed, and its ``next_store`` after
-    it."""
+    """Blocks of a request to store, and its ``next_store`` after it."""
 
     state: RequestState
-    num_computed: int
     blocks: list[Block]
     next_store: tuple[int, ...]
 
@@ -56,9 +54,6 @@ class DueList:
         """Ids of requests, in order of arrival, by the count at which to look at them."""
         self._count_of: dict[str, int] = {}
 
-    def __len__(self) -> int:
-        return len(self._count_of)
-
     def __contains__(self, req_id: str) -> bool:
         return req_id in self._count_of
 
@@ -73,16 +68,11 @@ class DueList:
         self._by_count.setdefault(at, {})[req_id] = None
 
     def remove(self, req_id: str) -> None:
-        at = self._count_of.pop(req_id, None)
-        if at is not None:
-            requests = self._by_count[at]
-            del requests[req_id]
-            if not requests:
-                del self._by_count[at]
+        if (at := self._count_of.pop(req_id, None)) is not None:
+            del self._by_count[at][req_id]
 
     def take(self, scheduled: Mapping[str, int]) -> list[str]:
-        """Removes and returns the requests that may be due in a step that computes these numbers of tokens. Requests
-        that are not scheduled may be among them."""
+        """Removes and returns requests, scheduled or not, that may be due in a step that computes so many tokens."""
         most = max(scheduled.values(), default=0)
         due: list[str] = []
         if most > FEW_TOKENS:
@@ -101,10 +91,6 @@ class DueList:
                 del self._count_of[req_id]
             due += requests
         return due
-
-    def clear(self) -> None:
-        self._by_count.clear()
-        self._count_of.clear()
 
 
 class StorePlanner:
@@ -244,11 +230,6 @@ class StorePlanner:
         if self.leaving is not None:
             self.leaving.reset()
 
-    def clear(self) -> None:
-        self._due.clear()
-        if self.leaving is not None:
-            self.leaving.clear()
-
     def store_finished(self, finished: Sequence[tuple[RequestState, int]]) -> None:
         """Makes the jobs for the last blocks of requests that have ended, each with its number of computed tokens.
         Then puts their whole chains in order, and offers them to lower tiers."""
@@ -264,23 +245,25 @@ class StorePlanner:
 
     def store_running(self, scheduled: Mapping[str, int], requests: Mapping[str, RequestState]) -> None:
         """Makes the jobs for blocks that are completed by a step which computes these numbers of tokens."""
-        dues = []
+        dues, looked_at = [], []
         for req_id in self._due.take(scheduled):
             state, tokens = requests.get(req_id), scheduled.get(req_id)
             if state is None:
                 continue
-            before = state.request.num_computed_tokens
             if tokens is None or state.phase is Phase.LOADING:
                 self._due.add(req_id, 1)
-            elif (due := self.due_of(state, before + tokens, before)) is None:
-                self._look_again(req_id, state, before + tokens)
-            else:
+                continue
+            before = state.request.num_computed_tokens
+            if (due := self.due_of(state, before + tokens, before)) is not None:
                 dues.append(due)
+            elif not state.may_store:
+                continue
+            looked_at.append((req_id, state, before + tokens))
         if dues:
             self._store(dues)
-        for due in dues:
-            if (store_at := due.state.blocks.store_at) != NEVER:
-                self._due.add(due.state.context.req_id, store_at - due.num_computed)
+        for req_id, state, num_computed in looked_at:
+            if (store_at := state.blocks.store_at) != NEVER:
+                self._due.add(req_id, store_at - num_computed)
 
     def end_job(self, job: Job) -> bool:
         """Ends a store that all workers have reported."""
@@ -324,7 +307,7 @@ class StorePlanner:
             elif (output := self._manager.prepare_store(keys, state.context)) is None:
                 self._jobs.refuse_store()
             else:
-                self._start([Due(state, 0, blocks, state.blocks.next_store)], output)
+                self._start([Due(state, blocks, state.blocks.next_store)], output)
                 # A state that was refused takes the place of no other.
                 present = [block for block in blocks if block.key not in output.refused_keys]
                 if superseded := self._keeper.stored(state, present, frozenset(output.keys_to_store)):
@@ -345,22 +328,16 @@ class StorePlanner:
         whole = [end for end, blocks in found.items() if {block.group for block in blocks} == set(layout.states)]
         return [block for end in keeper.choose(state, whole) for block in found[end]]
 
-    def _look_again(self, req_id: str, state: RequestState, num_computed: int) -> None:
-        """Adds the request for the step in which its next block may be due."""
-        if state.blocks.store_at != NEVER and state.may_store:
-            self._due.add(req_id, max(1, state.blocks.store_at - num_computed))
-
     def due_of(self, state: RequestState, num_computed: int, num_before: int) -> Due | None:
-        """Returns the request's whole blocks of computed, known tokens that were not stored yet; None if it is too
-        early for one, or if nothing of the request may be stored."""
+        """Returns what ``RequestBlocks.due`` finds; None if it is too early for a block, or none may be stored."""
         blocks = state.blocks
         is_early = num_computed < blocks.store_at or state.request.num_tokens < blocks.store_at
         if is_early or state.phase is Phase.LOADING or not state.may_store:
             return None
         if not state.extend_keys() and self.leaving is not None:
             self.leaving.drop_tables(state)
-        found, next_store = blocks.due(num_computed, num_before, with_loaded=self.leaving is not None)
-        return Due(state, num_computed, found, next_store)
+        found, next_store = blocks.due(num_computed, num_before)
+        return Due(state, found, next_store)
 
     def _store(self, dues: list[Due]) -> None:
         """Makes the jobs for all blocks that there is room for. Single blocks, as decoding completes them, share one if
@@ -398,9 +375,8 @@ class StorePlanner:
     def _start(self, dues: list[Due], output: PrepareStoreOutput) -> None:
         """Makes one job of the blocks for which ``output`` has room."""
         refused = frozenset(output.refused_keys)
-        new: DescribedBlocks = []
+        new: NumberedBlocks = []
         states: dict[RequestState, None] = {}
-        blocks_of, traced = dict[int, int](), self._layout.traced
         # If two requests have the same block, the first one stores it.
         wanted = set(output.keys_to_store)
         for due in dues:
@@ -410,11 +386,9 @@ class StorePlanner:
                 key = block.key
                 if key in wanted:
                     wanted.remove(key)
-                    new.append((state, block))
+                    new.append((number, state, block))
                     states[state] = None
                     blocks.stored.append(key)
-                    if block.group == traced:
-                        blocks_of[number] = blocks_of.get(number, 0) + 1
                 elif key in refused and block.group not in self._layout.states:
                     state.storing = Storing.REFUSED
-        self._jobs.add_store(new, list(states), output, blocks_of)
+        self._jobs.add_store(new, output, list(states))

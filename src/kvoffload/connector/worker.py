@@ -16,9 +16,9 @@ from kvoffload.connector.messages import StepMeta, WorkerReport
 logger = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.002
-"""How long a step without tokens waits for loads in progress, so that an idle engine does not spin."""
+"""How long each half waits in a step without tokens, the one for reads of lower tiers and the other for loads, so that
+an idle engine neither spins nor competes for the CPU with the threads that read."""
 MAX_TRIES = 2
-"""How often a job is tried."""
 SUSPEND_DEADLINE_S = 5.0
 """How long ``suspend`` waits for copies in progress."""
 
@@ -44,12 +44,9 @@ class _PendingJob:
     comparison: int
     """Number of the comparison of weights that must have ended before this job is reported as successful."""
     need: AdapterNeed | None = None
-    """The adapter that a load needs."""
     has_passed: Callable[[], bool | None] | None = None
     """Its check, which begins when the load has ended."""
     tries_left: int = MAX_TRIES - 1
-    after: set[int] = field(default_factory=set)
-    """Stores that must have read the device blocks of a load before it starts."""
     piece: list[int] | None = None
     """See StepMeta."""
     broken: list[int] | None = None
@@ -69,9 +66,8 @@ class WeightWatch(Protocol):
         """Returns whether the weights differed at the last ``begin``, or None while that is not known."""
 
     def are_same(self) -> bool:
-        """Returns whether every byte of the weights is as it was when they were last accepted; False if that is not
-        known. Takes as long as the device needs to read them. After True, the next comparison expects the weights at
-        their present addresses."""
+        """Returns whether every byte is known to be as it was when last accepted, after the time that the device needs
+        to read them. After True, the next comparison expects the weights at their present addresses."""
 
 
 class WeightComparisons:
@@ -122,8 +118,8 @@ class WeightComparisons:
         return not self._must_accept
 
     def advance(self) -> bool:
-        """Begins the comparison that is needed, unless one is in progress, and processes the result of the one that has
-        ended. Returns whether it found a change."""
+        """Begins the comparison that is needed, or takes the result of the one in progress. Returns whether it found a
+        change."""
         if self.watch is None:
             return False
         while self.answered < self.latest and not self.is_stale:
@@ -138,19 +134,6 @@ class WeightComparisons:
                 self.is_stale = True
                 return True
         return False
-
-
-class _Guard(contextlib.AbstractContextManager["_Guard"]):
-    """A context in which an exception ends offloading. A generator in its place would cost a step microseconds."""
-
-    def __init__(self, give_up: Callable[[], None]) -> None:
-        self._give_up = give_up
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
-        if kind is None or not issubclass(kind, Exception):
-            return False
-        self._give_up()
-        return True
 
 
 class OffloadingConnectorWorker:
@@ -175,12 +158,10 @@ class OffloadingConnectorWorker:
         self.transfer = transfer
         self.adapters = AdapterChecks(adapters)
         self.weights = WeightComparisons(weights)
-        self.idle_wait_s = IDLE_WAIT_S
-        self.suspend_deadline_s = SUSPEND_DEADLINE_S
         self._jobs: dict[int, _PendingJob] = {}
         self._unsubmitted: list[int] = []
-        self._waiting: list[int] = []
-        """Loads that wait for stores."""
+        self._waiting: dict[int, set[int]] = {}
+        """Loads that have not started, and the stores that must have read their device blocks before."""
         self._finished = Finished()
         self._report = WorkerReport()
         self._broken = False
@@ -188,17 +169,16 @@ class OffloadingConnectorWorker:
         self._epoch = 0
         self._unconfirmed: list[TransferResult] = []
         """Results of jobs that have ended before their comparison."""
-        self._guard = _Guard(self._give_up)
 
     @contextlib.contextmanager
     def step(self, meta: StepMeta, send_report: Callable[[WorkerReport], None]) -> Iterator[Finished]:
         """Runs one step. The forward pass goes into the body of the ``with`` statement.
 
-        The Finished that this yields is filled when the body has ended. ``send_report`` then passes the report, if
+        The Finished that this yields is complete when the body has ended. ``send_report`` then passes the report, if
         there is one, to the scheduler half: in one process ``scheduler.update_connector_output``. If the body raises,
         its blocks are reported as not stored, and the exception propagates.
         """
-        finished = Finished()
+        finished = self._finished
         self.begin_step(meta)
         self.start_loads(meta)
         try:
@@ -211,8 +191,7 @@ class OffloadingConnectorWorker:
             raise
         finally:
             self.end_step(meta)
-            ended = self.get_finished(meta)
-            finished.loaded, finished.failed, finished.released = ended.loaded, ended.failed, ended.released
+            self.get_finished(meta)
             report = self.take_report()
             if report is not None:
                 send_report(report)
@@ -220,17 +199,22 @@ class OffloadingConnectorWorker:
     def begin_step(self, meta: StepMeta) -> None:
         """Begins a step: submits the stores of the previous step, and those of this one whose device blocks have left
         their requests, and completes the fenced ones."""
-        self._check_weights(meta)
+        try:
+            self._check_weights(meta)
+        except Exception:
+            self._give_up()
         if meta.questions or self.adapters.watch is not None:
             self.adapters.begin_step(meta.questions, self._report)
         for job_id in meta.before_forward() if meta.stores else ():
             self._accept_store(job_id, meta.stores[job_id])
         self._submit_stores()
         if not self._broken:
-            with self._guard:
+            try:
                 if meta.fences:
                     self.transfer.wait(meta.fences, meta.fenced_blocks)
                 self.transfer.before_forward()
+            except Exception:
+                self._give_up()
         for job_id in meta.fences:
             if job_id in self._jobs:
                 # From here on its source may be overwritten, so a second try could read other bytes.
@@ -243,9 +227,8 @@ class OffloadingConnectorWorker:
             job = self._jobs[job_id] = _PendingJob(spec, False, self._epoch, self.weights.latest)
             job.need, job.piece = meta.needs.get(job_id), meta.pieces.get(job_id)
             unread = set(self._jobs).difference(result.job_id for result in self._unconfirmed)
-            job.after = unread.intersection(meta.load_after.get(job_id, ()))
-            if job.after:
-                self._waiting.append(job_id)
+            if after := unread.intersection(meta.load_after.get(job_id, ())):
+                self._waiting[job_id] = after
             else:
                 self._submit(job_id)
         for req_id, blocks in meta.broken_loads.items():
@@ -273,13 +256,11 @@ class OffloadingConnectorWorker:
         """Returns the requests whose loads or stores have ended since the last call. An InlineTransfer copies during
         this call. A step without tokens waits briefly for loads in progress, and for digests of adapters."""
         if self.adapters.watch is not None:
-            self.adapters.take_answers(self._report, 0.0 if meta.has_tokens else self.idle_wait_s)
+            self.adapters.take_answers(self._report, 0.0 if meta.has_tokens else IDLE_WAIT_S)
         self._collect(busy=meta.has_tokens)
         is_idle = not meta.has_tokens and not self._finished.loaded
         if is_idle and any(not job.is_store for job in self._jobs.values()):
-            with self._guard:
-                self.transfer.wait_any(self.idle_wait_s)
-            self._collect(busy=False)
+            self._collect(busy=False, wait_s=IDLE_WAIT_S)
         finished, self._finished = self._finished, Finished()
         return finished
 
@@ -294,23 +275,24 @@ class OffloadingConnectorWorker:
     def suspend(self) -> None:
         """Ends all jobs, because the device blocks are about to lose their memory. May be called twice.
 
-        Waits at most ``suspend_deadline_s`` for copies in progress, and then closes the transfer for good. Loads count
+        Waits at most SUSPEND_DEADLINE_S for copies in progress, and then closes the transfer for good. Loads count
         as failed, as do stores that were not submitted and all jobs until ``resume``.
         """
         self._suspended = True
         if self._broken:
             return
-        deadline = time.monotonic() + self.suspend_deadline_s
-        with self._guard:
+        deadline = time.monotonic() + SUSPEND_DEADLINE_S
+        try:
             self._submit_stores()
             self.transfer.wait(list(self._jobs))
             self._collect(busy=False)
             while self._jobs and not self._broken:
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise TimeoutError(f"{len(self._jobs)} copies did not end within {self.suspend_deadline_s} s")
-                self.transfer.wait_any(left)
-                self._collect(busy=False)
+                    raise TimeoutError(f"{len(self._jobs)} copies did not end within {SUSPEND_DEADLINE_S} s")
+                self._collect(busy=False, wait_s=left)
+        except Exception:
+            self._give_up()
         self.weights.cancel_pending()
 
     def resume(self) -> None:
@@ -325,19 +307,16 @@ class OffloadingConnectorWorker:
         if meta.epoch != self._epoch:
             self._epoch = meta.epoch
             self.weights.begin_epoch()
-        is_able = not self._broken and not self._suspended
-        if meta.check_weights is not None:
-            self._report.done[meta.check_weights], are_same = 1, False
-            with self._guard:
-                are_same = is_able and self.weights.are_same()
-            if not are_same:
-                self._report.failed.add(meta.check_weights)
+        is_able, check = not self._broken and not self._suspended, meta.check_weights
+        if check is not None:
+            self._report.done[check] = 1
+            self._report.failed.add(check)
+            if is_able and self.weights.are_same():
+                self._report.failed.remove(check)
         # Steps without tokens and jobs must not read the weights: a sleeping engine runs such steps while its weights
         # have no memory. While suspended all jobs fail anyway.
-        if is_able and not self._broken and (meta.has_tokens or meta.loads or meta.stores):
-            with self._guard:
-                if self.weights.use():
-                    self._report.changed_at = self._epoch
+        if is_able and (meta.has_tokens or meta.loads or meta.stores) and self.weights.use():
+            self._report.changed_at = self._epoch
 
     def _is_outdated(self, job: _PendingJob) -> bool:
         return self.weights.is_stale or job.epoch != self._epoch
@@ -362,8 +341,10 @@ class OffloadingConnectorWorker:
         if self._broken or self._suspended or self._is_outdated(job):
             self._end(TransferResult(job_id, ok=False))
             return
-        with self._guard:
+        try:
             self.transfer.submit(job_id, job.spec, job.is_store)
+        except Exception:
+            self._give_up()
 
     def _give_up(self) -> None:
         """Closes the transfer and fails all jobs: after an unexpected error no copy can be trusted."""
@@ -378,14 +359,19 @@ class OffloadingConnectorWorker:
         for job_id in list(self._jobs):
             self._end(TransferResult(job_id, ok=False))
 
-    def _collect(self, busy: bool) -> None:
+    def _collect(self, busy: bool, wait_s: float = 0.0) -> None:
+        """Processes the jobs that have ended, after a wait of at most ``wait_s`` for one."""
         if self._broken:
             return
         ended, self._unconfirmed = self._unconfirmed, []
-        with self._guard:
+        try:
+            if wait_s:
+                self.transfer.wait_any(wait_s)
             ended += self.transfer.poll(busy)
             if self.weights.advance():
                 self._report.changed_at = self._epoch
+        except Exception:
+            self._give_up()
         for result in ended:
             job = self._jobs.get(result.job_id)
             if job is None:
@@ -413,13 +399,10 @@ class OffloadingConnectorWorker:
 
     def _end_reading(self, job_id: int) -> None:
         """Starts the loads that have waited for this store only."""
-        waiting, self._waiting = self._waiting, []
-        for load in waiting:
-            self._jobs[load].after.discard(job_id)
-            if self._jobs[load].after:
-                self._waiting.append(load)
-        for load in waiting:
-            if load in self._jobs and not self._jobs[load].after:
+        for load, stores in list(self._waiting.items()):
+            stores.discard(job_id)
+            if not stores:
+                self._waiting.pop(load, None)
                 self._submit(load)
 
     def _end(self, result: TransferResult) -> None:

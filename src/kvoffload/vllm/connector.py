@@ -19,7 +19,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.logger import init_logger
 
 from kvoffload.abc import BoundaryState, ConfigError, PageGroup, ScheduledStep
-from kvoffload.connector.adapters import AdapterChecks
 from kvoffload.connector.build import build_scheduler
 from kvoffload.connector.engine import EngineSpec
 from kvoffload.connector.messages import StepMeta, WorkerReport
@@ -273,8 +272,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             # At the first call the engine is warmed up and the weights cannot have been updated yet.
             self._was_watched = True
             self.connector_worker.weights.watch = watch_weights(self._vllm_config)
-            adapters = watch_adapters(self._vllm_config, self._rank)
-            self.connector_worker.adapters = AdapterChecks(adapters)
+            self.connector_worker.adapters.watch = watch_adapters(self._vllm_config, self._rank)
         return RankInfo(self._pool.handle, self._layers, self.layout.parts, self.layout.row_bytes is not None)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -349,7 +347,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             self.connector_scheduler.update_connector_output(metadata.report)
 
     def request_finished(self, request: Request, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
-        return self.connector_scheduler.request_finished(request, block_ids)
+        return self.connector_scheduler.request_finished(request)
 
     request_finished_all_groups = request_finished
 

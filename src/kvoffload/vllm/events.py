@@ -59,7 +59,7 @@ class EventTranslator:
         self._layout = layout
         self._max_contents = max_contents
         self._before_hash = NAMESPACE_BYTES + (ADAPTER_BYTES if has_adapters else 0)
-        self._groups = {part: g for part, g in enumerate(layout.parts.group_of) if part in layout.parts.last}
+        self._groups = {part: g for g, part in enumerate(layout.parts.last)}
         """The KV cache group of each part that is announced."""
         self._contents: OrderedDict[OffloadKey, _Content] = OrderedDict()
 
