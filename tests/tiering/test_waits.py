@@ -41,7 +41,7 @@ class Walk:
     def ask(self) -> None:
         name, keys = self.rng.choice(NAMES), self.rng.choice(CHAINS)
         wait = self.manager._waits.get(ReqContext(name))
-        if wait is None or not (wait.is_waiting or wait.host_only_until >= self.manager._waits.step):
+        if wait is None or not (wait.is_waiting or wait.host_only_until >= self.manager._waits.num_polls):
             self.asking_since.pop(name, None)
         num_found = self.manager.lookup(keys, ReqContext(name))
         if num_found is None:

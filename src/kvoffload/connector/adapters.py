@@ -165,11 +165,11 @@ class AdapterDigests:
         if not report.adapters:
             return ()
         stores = [job for job in self.jobs.jobs.values() if job.is_store]
-        computed = [*states, *(state for job in stores for state in job.states)]
+        computed = [*states, *(state for job in stores for state in job.requests)]
         changed = {id(state): state for state in computed if _has_changed(state, report)}
         origins = {state.origin for state in changed.values() if state.origin is not None}
         for job in stores:
-            job.failed |= any(id(state) in changed for state in job.states)
+            job.failed |= any(id(state) in changed for state in job.requests)
         for state in changed.values():
             state.give_up()
         return origins
@@ -202,7 +202,7 @@ class AdapterDigests:
         if question is not None:
             self._unsent.pop(question.number, None)
         self.jobs.changes.contents += 1
-        self.jobs.changes.loads += 1
+        self.jobs.changes.wakeups += 1
 
 
 def _has_changed(state: RequestState, report: WorkerReport) -> bool:

@@ -40,7 +40,7 @@ class Job:
     """A load or a store that some worker has not reported yet."""
 
     is_store: bool
-    states: Sequence[RequestState]
+    requests: Sequence[RequestState]
     """The requests whose device blocks it copies: one for a load, none for a store of blocks that leave the device."""
     lease: LoadStoreSpec
     """The host slots that it reads or fills, as handed out. Those that a load in pieces has read are given back."""
@@ -101,7 +101,7 @@ class JobTable:
         """Polls the manager's lower tiers; waits at most ``timeout_s`` for one of them."""
         if self.manager.poll(timeout_s):
             self.changes.contents += 1
-            self.changes.loads += 1
+            self.changes.wakeups += 1
 
     def break_loads(self) -> list[Job]:
         """Reports the loads of the step as failed, and returns their jobs, which have ended."""
@@ -114,7 +114,7 @@ class JobTable:
 
     def break_load(self, job: Job) -> None:
         """Reports a load as failed, once no worker has a piece of it in progress."""
-        self.meta.broken_loads[job.states[0].context.req_id] = list(job.fills)
+        self.meta.broken_loads[job.requests[0].context.req_id] = list(job.fills)
 
     def break_off(self) -> None:
         """Loads and stores nothing more: promised loads and stores are reported as failed."""
@@ -134,7 +134,7 @@ class JobTable:
         job_id = next(JOB_IDS)
         job.num_pending, job.epoch = self.num_workers, self.changes.resets
         self.jobs[job_id] = job
-        for state in job.states:
+        for state in job.requests:
             state.num_jobs += 1
         self.keys_loading.update(() if job.is_store else job.keys)
         return job_id
@@ -202,7 +202,7 @@ class JobTable:
     def remove(self, job_id: int) -> Job:
         """Removes a job that has ended, or that no worker has been given, and returns it."""
         job = self.jobs.pop(job_id)
-        for state in job.states:
+        for state in job.requests:
             state.num_jobs -= 1
         for key in () if job.is_store else job.keys:
             self.keys_loading[key] -= 1

@@ -81,7 +81,7 @@ class LeavingBlocks:
 
     def arrived(self, job: Job, first: int, at: slice) -> None:
         """Takes note of a piece of a load, from its request's block ``first`` on: the device has it now."""
-        (state,), keys = job.states, job.keys[at]
+        (state,), keys = job.requests, job.keys[at]
         if state.context.hints is None:
             places = enumerate(zip(keys, job.fills[at], strict=True), first)
             self.note_left(self.device.hold(state, (Block(0, i, key, i, [block]) for i, (key, block) in places)))
@@ -188,7 +188,7 @@ class LeavingBlocks:
         num_stored, _ = self._store(blocks, len(blocks), AWAITED)
         self._forgotten.clear()
         if not num_stored:
-            self._jobs.changes.loads += 1
+            self._jobs.changes.wakeups += 1
 
     def drop_if_other(self, state: RequestState) -> None:
         """Forgets the device blocks of a request whose tokens are others than when its keys were made."""

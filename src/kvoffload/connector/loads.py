@@ -65,7 +65,7 @@ class LoadPlanner:
         self._add(job_id, TransferSpec(state.context.req_id, lease, device), state)
         if self.sound.origins is not None:
             self.sound.origins.update(dict.fromkeys(ids, state.origin))
-        self.jobs.changes.loads += 1
+        self.jobs.changes.wakeups += 1
 
     def cut(self, handed_out: Collection[int]) -> None:
         """Replaces each load of the next step that displaces many blocks by its first piece. What has to leave
@@ -88,7 +88,7 @@ class LoadPlanner:
     def _next_piece(self, job_id: int, job: Job, spec: TransferSpec, num_blocks: int) -> None:
         """Adds the first ``num_blocks`` of ``spec`` to the next step. The others are the rest of the job."""
         job.rest = _part(spec, num_blocks, None) if num_blocks < len(spec.host.slots) else None
-        self._add(job_id, _part(spec, 0, num_blocks), job.states[0])
+        self._add(job_id, _part(spec, 0, num_blocks), job.requests[0])
         self.jobs.meta.pieces[job_id] = [] if job.rest else list(job.fills)
 
     def _go_on(self, job: Job, rest: TransferSpec) -> None:
@@ -112,9 +112,9 @@ class LoadPlanner:
             job.failed = True
             self.jobs.break_load(job)
         observer = self.jobs.observer
-        self.jobs.changes.loads += 1
+        self.jobs.changes.wakeups += 1
         self.jobs.manager.complete_load(job.lease)
-        (state,) = job.states
+        (state,) = job.requests
         state.phase = Phase.RUNNING
         if job.failed:
             state.may_load = False

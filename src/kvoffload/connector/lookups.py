@@ -61,7 +61,7 @@ def locate(lookups: Lookups, state: RequestState, computed: int) -> Match:
     """Returns what can be loaded for a request with ``computed`` tokens on the device."""
     lookup = state.lookup
     if (match := lookup.match) is not None:
-        change = lookups.jobs.changes.loads if match.tokens is None else lookups.contents
+        change = lookups.jobs.changes.wakeups if match.tokens is None else lookups.contents
         if (match.change, match.computed) == (change, computed) and lookups.jobs.observer.clock() < match.expires:
             return match
     match = lookup.match = _look_up(lookups, state, computed)
@@ -167,7 +167,7 @@ def _wait(lookups: Lookups, state: RequestState, computed: int) -> Match | None:
     if lookup.waiting_since is None:
         lookup.waiting_since = now
     deadline = lookup.waiting_since + lookups.deadline_s
-    return Match(lookups.jobs.changes.loads, computed, None, expires=deadline) if now < deadline else None
+    return Match(lookups.jobs.changes.wakeups, computed, None, expires=deadline) if now < deadline else None
 
 
 def end_handover(lookups: Lookups, state: RequestState, num_found: int) -> None:

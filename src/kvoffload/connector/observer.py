@@ -61,7 +61,8 @@ class EventDescriptions:
         while len(self._stored) > MAX_PENDING_EVENTS:
             self._stored.popitem(last=False)
 
-    def begin_wait(self, state: RequestState) -> None:
+    def expect(self, state: RequestState) -> None:
+        """Describes blocks that a lower tier brings for a request that waits."""
         req_id = state.context.req_id
         if self._keys.get(req_id):
             return
@@ -70,7 +71,7 @@ class EventDescriptions:
             for i, key in enumerate(keys):
                 self._coming.setdefault(key, {})[req_id] = state, Block(g, i, key, 0, [])
 
-    def end_wait(self, req_id: str) -> None:
+    def forget(self, req_id: str) -> None:
         for key in self._keys.pop(req_id, ()):
             self._coming[key].pop(req_id, None)
             if not self._coming[key]:
@@ -141,7 +142,7 @@ class RequestObserver:
         """Records a request that was given device blocks. Without a match it had some, and continues with them."""
         req_id, waited_s, traced = state.context.req_id, state.lookup.waited_s, state.observed.traced
         if self.descriptions is not None:
-            self.descriptions.end_wait(req_id)
+            self.descriptions.forget(req_id)
         if match is not None and state.observed.record is None:
             self._record(state, match, num_external_tokens, promoted)
         if waited_s:
@@ -175,7 +176,7 @@ class RequestObserver:
             record.retain_refused, record.retained_in = retained.refusal, retained.tier
             record.retained_tokens = retained_tokens if retained.tier is not None else 0
         if self.descriptions is not None:
-            self.descriptions.end_wait(state.context.req_id)
+            self.descriptions.forget(state.context.req_id)
         self.prefilling.pop(state.context.req_id, None)
         if not any(state.blocks.tables):
             self.planned_last_stores([state])
@@ -284,12 +285,12 @@ class RequestObserver:
         if (spans := self.spans) is None:
             return
         for job in jobs:
-            for state in job.states:
+            for state in job.requests:
                 if (traced := state.observed.traced) is not None:
                     copies = traced.store if job.is_store else traced.load
                     # Requests share a job only if each has one block in it.
-                    copies.add(len(job.keys) // len(job.states), job.failed, job.began, spans.now())
-        for state in (state for job in jobs for state in job.states):
+                    copies.add(len(job.keys) // len(job.requests), job.failed, job.began, spans.now())
+        for state in (state for job in jobs for state in job.requests):
             self._make_spans(state)
 
     def stored(self, job: Job) -> None:
@@ -298,7 +299,7 @@ class RequestObserver:
         self.metrics.add("store_blocks", len(job.lease.slots))
         records, block_tokens = self.records, self.layout.block_tokens[self.layout.traced]
         num_gone = self._num_records - len(records)
-        running = {state.observed.number for state in job.states if not state.observed.has_ended}
+        running = {state.observed.number for state in job.requests if not state.observed.has_ended}
         for number, num_blocks in job.blocks_of.items():
             if number >= num_gone:
                 record = records[number - num_gone]

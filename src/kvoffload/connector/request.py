@@ -59,7 +59,7 @@ class Changes:
 
     contents: int = 0
     """Blocks came, or were hidden or shown."""
-    loads: int = 0
+    wakeups: int = 0
     """Something happened that a waiting request waits for: a load started or ended, or the manager may find more."""
     resets: int = 0
     """The scheduler half was reset. Jobs that began before count as failed."""
@@ -72,7 +72,7 @@ class Match:
     """A lookup with ``computed`` tokens on the device, remembered until ``change`` or ``expires``."""
 
     change: int
-    """``Lookups.contents`` at the lookup; if the request waits, ``Changes.loads``."""
+    """``Lookups.contents`` at the lookup; if the request waits, ``Changes.wakeups``."""
     computed: int
     tokens: int | None = 0
     """How many tokens can be loaded. None: the request waits, for the load of another or for an answer."""

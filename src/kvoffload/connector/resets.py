@@ -69,7 +69,7 @@ class PausedContents:
     def _end_check(self, is_hidden: bool = False) -> None:
         self.is_hidden, self._check, self.must_check = is_hidden, None, False
         self._changes.contents += 1
-        self._changes.loads += 1
+        self._changes.wakeups += 1
 
 
 class BlockOrigins:

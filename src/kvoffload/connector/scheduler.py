@@ -140,7 +140,7 @@ class OffloadingConnectorScheduler:
             state.filled.of_others, state.may_load, state.lookup.match = frozenset(), False, None
         match = locate(self.lookups, state, num_computed_tokens)
         if match.tokens is None and self.observer.descriptions is not None:
-            self.observer.descriptions.begin_wait(state)
+            self.observer.descriptions.expect(state)
         if (leaving := self.stores.leaving) is not None:
             behind = request.num_tokens - num_computed_tokens
             leaving.expect(request.request_id, behind if match.tokens is None else match.tokens)
@@ -153,7 +153,7 @@ class OffloadingConnectorScheduler:
         state = self._state(request)
         match = state.take_match()
         self.jobs.allocated.add(request.request_id)
-        self.stores.begin(state, match, num_external_tokens)
+        self.stores.allocated(state, match, num_external_tokens)
         if num_external_tokens and not self.loads.begin(state, match, blocks, num_external_tokens):
             self.loads.fail(self.requests, request, blocks, num_external_tokens)
         elif self.queued.engine.is_beside_others and match is not None:

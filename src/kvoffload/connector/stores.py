@@ -268,15 +268,15 @@ class StorePlanner:
     def end_job(self, job: Job) -> bool:
         """Ends a store that all workers have reported."""
         self._manager.complete_store(job.lease, success=not job.failed)
-        if not job.states:
+        if not job.requests:
             # Requests may wait for it, see ``LeavingBlocks.bring_back``.
-            self._jobs.changes.loads += 1
+            self._jobs.changes.wakeups += 1
         if not job.failed:
             self._jobs.changes.contents += 1
             self._jobs.observer.stored(job)
             return True
         keys = frozenset(job.keys)
-        for state in job.states:
+        for state in job.requests:
             state.blocks.stored = [key for key in state.blocks.stored if key not in keys]
         if self.leaving is not None:
             self.leaving.device.forget_early(job.device_blocks)
@@ -285,7 +285,7 @@ class StorePlanner:
             self._jobs.observer.warn(STORE_FAILED)
         return True
 
-    def begin(self, state: RequestState, match: Match | None, num_loaded: int) -> None:
+    def allocated(self, state: RequestState, match: Match | None, num_loaded: int) -> None:
         """Takes note of a request that is given device blocks after ``match``, and loads ``num_loaded`` tokens."""
         if self.leaving is not None:
             self.leaving.expect(state.context.req_id, 0)

@@ -94,7 +94,7 @@ class TieredOffloadingManager(TieredManager):
         if req_context is None or not req_context.may_wait:
             return self.host.lookup_each(keys, req_context, need)
         wait = self._waits.get(req_context)
-        if wait is not None and wait.is_waiting and wait.asked_in != self._waits.step:
+        if wait is not None and wait.is_waiting and wait.asked_at != self._waits.num_polls:
             return np.full(len(keys), RETRY, dtype=np.uint8)
         if self._steps.is_off or not self._waits.may_ask(wait):
             return self.host.lookup_each(keys, req_context, need)
@@ -132,7 +132,7 @@ class TieredOffloadingManager(TieredManager):
         if wait is None:
             return {}
         if wait.chain:
-            self._steps.end_wait(wait)
+            self._steps.offer_released(wait)
         return wait.promoted
 
     # Steps.

@@ -89,15 +89,15 @@ class Reads:
         num_taken = self.num_pinned + sum([len(tier.reads) for tier in self._tiers])
         return min(self.max_blocks - num_taken, self._host.num_available_blocks)
 
-    def begin(self, step: int, now: float) -> bool:
+    def begin(self, num_polls: int, now: float) -> bool:
         """Begins to read what is queued. Returns whether anything was begun. A tier may have lost what was found before
-        ``step``."""
+        poll ``num_polls``."""
         has_begun, allowed = False, [self._num_in_time(tier) for tier in self._tiers]
         for wait in self.queue.copy():
             room = self.room
             if room <= 0 or not any(n > 0 < queued for n, queued in zip(allowed, self.num_queued, strict=True)):
                 break
-            has_begun |= self._read(wait, room, allowed, wait.asked_in == step, now)
+            has_begun |= self._read(wait, room, allowed, wait.asked_at == num_polls, now)
         return has_begun
 
     def _num_in_time(self, tier: TierState) -> int:

@@ -114,8 +114,8 @@ class TierSteps:
             if tier.takes_chains and (not _ends_session(context) or not promised.isdisjoint(chain)):
                 tier.writes.offer(chain, request, is_whole=True)
 
-    def end_wait(self, wait: Wait) -> None:
-        """A request with a chain that was not offered yet waits no more."""
+    def offer_released(self, wait: Wait) -> None:
+        """Offers the chain of a request that waits no more, if it was not offered before."""
         for tier in self._tiers:
             if tier.takes_chains and len(wait.promoted.get(tier.name, ())) < len(wait.chain):
                 tier.writes.offer(wait.chain, wait.context.req_id, is_whole=False)

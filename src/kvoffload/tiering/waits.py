@@ -32,15 +32,16 @@ FAILED = {
 class Wait:
     """The blocks of one request that come from lower tiers: ``wanted`` are to be read, ``reading`` are under way,
     ``pinned`` have arrived and cannot be evicted. It waits for ``wanted`` and ``reading``; what further lookups of the
-    step ``asked_in`` find is added. A tier may lose what is wanted."""
+    poll ``asked_at`` find is added. A tier may lose what is wanted."""
 
     context: ReqContext
     number: int
     """Grows from request to request: a higher number means that it came later."""
-    asked_in: int = -1
-    """The step in which a lookup last found blocks for it."""
+    asked_at: int = -1
+    """How many polls there had been when a lookup last found blocks for it."""
     host_only_until: float = -1.0
-    """The last step in which lookups are answered from host memory: infinite from the deadline to the next lookup."""
+    """Up to so many polls, lookups are answered from host memory. The deadline makes it infinite; the next lookup sets
+    it to the present number."""
     wanted: dict[OffloadKey, int] = field(default_factory=dict)
     """The index of the tier that holds each, in the order of the chain."""
     reading: set[OffloadKey] = field(default_factory=set)
@@ -67,7 +68,7 @@ class Waits:
     """
 
     def __init__(self, common: Common) -> None:
-        self.step = 0
+        self.num_polls = 0
         """Grows with each ``poll``."""
         self.reads = Reads(common)
         self._host = common.host
@@ -100,13 +101,13 @@ class Waits:
         return self._by_request.get(context.req_id)
 
     def may_ask(self, wait: Wait | None) -> bool:
-        """Returns whether tiers are asked for a request that waits for nothing, or was looked up in this step already.
-        If not, it is answered from host memory in this step."""
+        """Returns whether tiers are asked for a request that waits for nothing, or was looked up since the last
+        poll. If not, it is answered from host memory until the next one."""
         if wait is None:
             return len(self._by_request) < MAX_WAITS
-        if wait.host_only_until < self.step:
+        if wait.host_only_until < self.num_polls:
             return True
-        wait.host_only_until = self.step
+        wait.host_only_until = self.num_polls
         return False
 
     def begin(self, wanted: dict[OffloadKey, int], context: ReqContext) -> Wait:
@@ -118,7 +119,7 @@ class Waits:
         if not wait.is_waiting:
             self._begun.pop(wait, None)
             self._begun[wait] = self._clock()
-        wait.asked_in = self.step
+        wait.asked_at = self.num_polls
         self.reads.put(wait, wait.wanted | self.reads.join(wait, wanted))
         return wait
 
@@ -176,8 +177,8 @@ class Waits:
         if self.reads.queue:
             if may_take_back and not any(tier.num_reading for tier in self._tiers):
                 self._take_back_for(self.reads.queue[0], now)
-            has_begun |= self.reads.begin(self.step, now)
-        self.step += 1
+            has_begun |= self.reads.begin(self.num_polls, now)
+        self.num_polls += 1
         return has_begun
 
     def _give_up_late(self, now: float) -> None:
