@@ -34,6 +34,7 @@ class Hostile:
 
     def __init__(self, talk: Talk) -> None:
         self._talk = talk
+        self.num_connections = 0
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=256)
         self.port: int = self._listener.getsockname()[1]
         threading.Thread(target=self._run, daemon=True).start()
@@ -43,6 +44,7 @@ class Hostile:
         with contextlib.suppress(OSError):
             while True:
                 connection, _ = self._listener.accept()
+                self.num_connections += 1
                 threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
@@ -63,21 +65,27 @@ def endless(connection: socket.socket, data: bytes = MANY) -> None:
 STRING = b"$8388608\r\n" + b"x" * (8 << 20) + b"\r\n"
 
 
-def endless_strings(connection: socket.socket) -> None:
-    """Redis that answers everything but the setup with an array of long strings."""
+SETUP = {b"CLIENT": b"+OK\r\n", b"CLUSTER": b"-ERR This instance has cluster support disabled\r\n"}
+"""The answers of a server that is no Cluster to the commands with which a connection begins."""
+
+
+def commands(connection: socket.socket) -> Iterator[list[bytes]]:
+    """Yields the words of each command."""
     with connection.makefile("rb") as lines:
         while head := lines.readline():
             words = []
             for _ in range(int(head[1:])):
                 words.append(lines.read(int(lines.readline()[1:])))
                 lines.read(2)
-            if words[0] == b"CLIENT":
-                connection.sendall(b"+OK\r\n")
-            elif words[0] == b"CLUSTER":
-                connection.sendall(b"-ERR This instance has cluster support disabled\r\n")
-            else:
-                connection.sendall(b"*100000\r\n")
-                endless(connection, STRING)
+            yield words
+
+
+def endless_strings(connection: socket.socket) -> None:
+    """Redis that answers everything but the setup with an array of long strings."""
+    for words in commands(connection):
+        connection.sendall(SETUP.get(words[0], b"*100000\r\n"))
+        if words[0] not in SETUP:
+            endless(connection, STRING)
 
 
 # Object stores.

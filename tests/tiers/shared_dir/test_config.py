@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from kvoffload.abc import ConfigError
 from kvoffload.testing.tier_conformance import make_pools
 from kvoffload.tiers.config import TierContext, load_tiers
 from kvoffload.tiers.shared_dir.config import SharedDirConfig
@@ -25,24 +24,6 @@ def test_an_entry_opens_a_tier(tmp_path: Path) -> None:
     tier.close()
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "message"),
-    [
-        ("dir", "relative", "dir='relative': not an absolute path"),
-        ("bytes", "many", "bytes='many'"),
-        ("gone_after_s", 5, "gone_after_s=5: must be a number of seconds, 60 or more"),
-        ("gone_after_s", "1h", "gone_after_s='1h'"),
-        ("gone_after_s", float("nan"), "gone_after_s=nan"),
-        ("gone_after_s", True, "gone_after_s=True"),
-    ],
-)
-def test_mistakes_are_named(key: str, value: object, message: str) -> None:
-    entry = {"kind": "shared_dir", "dir": "/d", "bytes": "1GiB", key: value}
-    with pytest.raises(ConfigError) as error:
-        load_tiers([entry])
-    assert str(error.value).startswith("tiers[0]." + message)
-
-
 def test_a_directory_that_had_to_be_made_is_named_with_its_file_system(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -57,9 +38,3 @@ def test_a_directory_that_had_to_be_made_is_named_with_its_file_system(
     config.open(TierContext(make_pools(4, 4096), FINGERPRINT)).close()
     mounted = next(folder for folder in tmp_path.parents if folder.is_mount())
     assert f"kv did not exist and was made, on the file system that is mounted at {mounted}:" in caplog.text
-
-
-def test_too_few_bytes_are_refused(tmp_path: Path) -> None:
-    config = SharedDirConfig(dir=str(tmp_path), bytes=1 << 20)
-    with pytest.raises(ConfigError, match=r"^bytes=1048576 .*not enough for one block"):
-        config.open(TierContext(make_pools(4, 1 << 20), FINGERPRINT))
