@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from kvoffload import cli
+from kvoffload.abc import LookupState
 from kvoffload.testing.tier_conformance import make_pools
 from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.disk import offline as tools
@@ -172,10 +173,11 @@ def test_engines_of_one_server(tmp_path: Path) -> None:
     ]
     for i, tier in enumerate(tiers):
         keys = [key(name) for name in range(3 + i)]
-        while not tier.poll():
+        while not (tier.contains(keys) == LookupState.HIT).all():
             # None is taken on before it has grown.
             tier.write(keys, np.arange(len(keys)))
             tier.wait(0.01)
+            tier.poll()
     tiers[0].close()
     whole, *engines = tools.inspect(tmp_path / "cache")
     assert (whole.path, whole.folders, whole.findings) == ("", [], [])
