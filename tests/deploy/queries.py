@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import math
 import re
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 DASHBOARD = DEPLOY / "grafana" / "dashboards" / "kvoffload.json"
-ALERTS = DEPLOY / "prometheus" / "alerts.yml"
 DEADLINE_S = 30.0
 
 
@@ -37,14 +36,6 @@ class Panel:
     place: tuple[int, int, int, int]
     """x, y, width and height in Grafana's grid of 24 columns."""
     queries: tuple[Query, ...]
-
-
-@dataclass(frozen=True)
-class Series:
-    """A curve: its name, and its points as (time, value)."""
-
-    name: str
-    points: Sequence[tuple[float, float]]
 
 
 class QueryError(Exception):
@@ -69,17 +60,18 @@ def load(path: Path = DASHBOARD) -> list[Panel]:
     ]
 
 
-def variables(last_s: float, step_s: float, scrape_s: float, chosen: Mapping[str, str]) -> dict[str, str]:
-    """Returns the values of the variables of a dashboard that shows ``last_s`` seconds, with All where nothing is
-    chosen."""
-    everything = dict.fromkeys(("model_name", "instance", "engine", "tier"), ".*")
-    rate_s = max(4 * scrape_s, step_s + scrape_s)
-    return {**everything, **chosen, "__range": f"{math.ceil(last_s)}s", "__rate_interval": f"{math.ceil(rate_s)}s"}
+SHOWN_S, STEP_S = 60.0, 1.0
+"""The time that the dashboard shows, and the time between two points of a curve."""
+VARIABLES = dict.fromkeys(("model_name", "instance", "engine", "tier"), ".*") | {
+    "__range": f"{SHOWN_S:.0f}s",
+    "__rate_interval": f"{SHOWN_S:.0f}s",
+}
+"""The values of its variables: All, where something may be chosen."""
 
 
-def substitute(expr: str, values: Mapping[str, str]) -> str:
+def substitute(expr: str) -> str:
     """Returns ``expr`` with the values of its variables. Raises KeyError for a variable that is unknown."""
-    return re.sub(r"\$\{?(\w+)\}?", lambda match: values[match[1]], expr)
+    return re.sub(r"\$\{?(\w+)\}?", lambda match: VARIABLES[match[1]], expr)
 
 
 class Prometheus:
@@ -112,29 +104,12 @@ class Prometheus:
             raise QueryError(f"{self.url} cannot be reached: {error}") from error
 
 
-def ask(
-    prometheus: Prometheus, panel: Panel, values: Mapping[str, str], end: float, last_s: float, step_s: float
-) -> list[Series]:
-    """Returns the curves of a panel. Raises QueryError."""
-    found = []
-    for query in panel.queries:
-        expr = substitute(query.expr, values)
-        if query.is_instant:
-            result = prometheus.instant(expr, end)
-        else:
-            result = prometheus.range(expr, end - last_s, end, step_s)
-        for labels, values_at in result:
-            points = [(float(at), float(value)) for at, value in values_at]
-            name = re.sub(r"{{(\w+)}}", lambda match, labels=labels: labels.get(match[1], ""), query.legend)  # type: ignore[misc]
-            if any(math.isfinite(value) for _, value in points):
-                found.append(Series(name, points))
-    return found
-
-
-def alert_expressions(path: Path = ALERTS) -> Iterator[tuple[str, str]]:
-    """Yields name and expression of every alert."""
-    import yaml
-
-    for group in yaml.safe_load(path.read_text())["groups"]:
-        for rule in group["rules"]:
-            yield rule["alert"], rule["expr"]
+def ask(prometheus: Prometheus, query: Query) -> list[str]:
+    """Returns the names of the curves of a query that have a number. Raises QueryError."""
+    expr, now = substitute(query.expr), time.time()
+    found = prometheus.instant(expr, now) if query.is_instant else prometheus.range(expr, now - SHOWN_S, now, STEP_S)
+    return [
+        re.sub(r"{{(\w+)}}", lambda match, labels=labels: labels.get(match[1], ""), query.legend)  # type: ignore[misc]
+        for labels, points in found
+        if any(math.isfinite(float(value)) for _, value in points)
+    ]

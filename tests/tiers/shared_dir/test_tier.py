@@ -238,7 +238,7 @@ def test_closing_does_not_wait_for_a_journal_whose_writing_hangs(serve: Serve, m
         closing.join(30)
 
 
-@pytest.mark.parametrize("damage", ["index", "lock", "others' files"])
+@pytest.mark.parametrize("damage", ["index", "others' files"])
 def test_a_seat_that_cannot_be_used_does_not_keep_servers_from_starting(
     serve: Serve, tmp_path: Path, damage: str
 ) -> None:
@@ -248,7 +248,7 @@ def test_a_seat_that_cannot_be_used_does_not_keep_servers_from_starting(
     if damage == "others' files":
         (seat / "file").write_bytes(bytes(capacity(8)))
     else:
-        path = seat / ("lock" if damage == "lock" else f"{FINGERPRINT}/index")
+        path = seat / FINGERPRINT / "index"
         path.unlink()
         path.mkdir()
         (path / "file").touch()
@@ -289,35 +289,23 @@ def test_a_place_is_confirmed_before_it_is_used(serve: Serve) -> None:
     assert two.tier.blocks.locate(there, int(digests[0])) is None
 
 
-class FailingSeats(DirectoryStorage):
-    """A shared directory in which one method of every seat fails."""
-
-    fails = ""
+class UnlistedSeats(DirectoryStorage):
+    """A shared directory whose seats cannot be listed."""
 
     def child(self, name: str) -> DirectoryStorage:
-        return FailingSeats(self.path / name) if name.startswith("writer-") else DirectoryStorage(self.path / name)
+        return UnlistedSeats(self.path / name)
 
     def folders(self) -> list[str]:
-        self._fail("folders")
+        if self.path.name.startswith("writer-"):
+            raise os_error(errno.EIO)
         return super().folders()
 
-    def try_lock(self) -> bool:
-        self._fail("try_lock")
-        return super().try_lock()
 
-    def _fail(self, name: str) -> None:
-        if self.path.name.startswith("writer-") and name == FailingSeats.fails:
-            raise os_error(errno.EIO)
-
-
-def test_a_seat_that_cannot_be_listed_is_not_kept_locked(
-    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_seat_that_cannot_be_listed_is_not_kept_locked(serve: Serve, tmp_path: Path) -> None:
     one = serve()
     one.write(1)
     one.tier.close()
-    root = FailingSeats(tmp_path / "shared")
-    monkeypatch.setattr(FailingSeats, "fails", "folders")
+    root = UnlistedSeats(tmp_path / "shared")
     seat = Claimant(root, FINGERPRINT, Machine.this(), os.urandom, lambda: 0.0).take()
     assert (seat.name, seat.is_new) == ("writer-1", True)
     two = serve()
