@@ -20,6 +20,7 @@ from kvoffload.abc import ByteArray, TierError
 from kvoffload.tiers.remote.worker import ROWS_BYTES
 from tests.tiers.mooncake.rig import Master, needs_mooncake, segment
 from tests.tiers.mooncake.test_store import KEYS, Server
+from tests.tiers.remote.hostile import clients
 
 INTRUDER = Path(__file__).with_name("intruder.py")
 NEEDLE = bytes(np.random.default_rng(9).integers(0, 256, 32, dtype=np.uint8))
@@ -61,18 +62,6 @@ def intrude(port: int, ranges: Sequence[tuple[int, int]] = ()) -> dict[str, int]
     return found
 
 
-def client_of_this_process() -> int:
-    """Returns the process id of the one client that this process has started."""
-    found = []
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        with suppress(OSError):
-            stat = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()
-            if int(stat[1]) == os.getpid() and b"remote.child" in Path(f"/proc/{name}/cmdline").read_bytes():
-                found.append(int(name))
-    (pid,) = found
-    return pid
-
-
 def ports(pid: int, table: str) -> set[int]:
     """Returns the TCP ports on which a process listens. ``table``: tcp or tcp6."""
     links = set()
@@ -112,7 +101,7 @@ def test_a_peer_neither_reads_nor_changes_the_host_pool(tmp_path: Path) -> None:
         for pool in server.pools:
             fill(pool)
         before = [pool.copy() for pool in server.pools]
-        pid = client_of_this_process()
+        (pid,) = clients()
         mapped = shared_mappings(pid)
         assert mapped
         (port,) = ports(pid, "tcp")

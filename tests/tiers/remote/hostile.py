@@ -155,6 +155,15 @@ def private_bytes(pid: int | str) -> int:
     return (int(resident) - int(shared)) * mmap.PAGESIZE
 
 
+def clients() -> Iterator[int]:
+    """Yields the processes of clients that this process has started. Tests may have others."""
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):
+            for pid in map(int, (task / "children").read_text().split()):
+                if b"kvoffload.tiers.remote.child" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    yield pid
+
+
 class Victim:
     """A server with a tier on a store, whose memory and that of its client's process are measured all the time."""
 
@@ -172,17 +181,8 @@ class Victim:
     def _measure(self) -> None:
         while not self._is_over.wait(0.002):
             self.peak = max(self.peak, private_bytes("self") - self.before)
-            for pid in self._children():
+            for pid in clients():
                 self.client_peak = max(self.client_peak, private_bytes(pid))
-
-    @staticmethod
-    def _children() -> Iterator[int]:
-        """Yields the processes of clients. Tests may have others."""
-        for task in Path("/proc/self/task").iterdir():
-            with contextlib.suppress(OSError):
-                for pid in map(int, (task / "children").read_text().split()):
-                    if b"kvoffload.tiers.remote.child" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                        yield pid
 
     def serve(self, seconds: float) -> None:
         """Asks for blocks, and reads them if there are any."""
