@@ -29,7 +29,7 @@ SEGMENT_BYTES = 16 << 20
 CONNECT_TIMEOUT_S = 0.2
 ADDRESSES = ("127.0.0.1", "127.0.0.2", "127.0.0.3", "::1")
 LISTEN = f"""
-import json, socket, sys
+import json, os, socket, sys
 from kvoffload.tiers.mooncake.listening import listening_only_on
 
 def new():
@@ -43,9 +43,10 @@ def accepted(listening):
             continue
         yield address
 
-older = new()
+older, before = new(), len(os.listdir("/proc/self/fd"))
 with listening_only_on(sys.argv[1]):
     newer = new()
+assert len(os.listdir("/proc/self/fd")) == before + 1, "a descriptor is left open"
 print(json.dumps([list(accepted(each)) for each in (older, newer)]))
 """
 
