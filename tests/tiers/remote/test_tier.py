@@ -73,6 +73,10 @@ class Rig:
         self.now += seconds
         return self.tier.poll()
 
+    def crash(self) -> None:
+        self.process.kill()
+        self.tier.poll()
+
     def lookups(self) -> list[int]:
         return [len(request.keys) for request in self.process.requests if request.op is Op.LOOKUP]
 
@@ -260,8 +264,7 @@ def test_pauses_between_restarts_grow_up_to_a_bound() -> None:
     rig.process.is_reachable = False
     pauses = []
     for _ in range(9):
-        rig.process.kill()
-        rig.tier.poll()
+        rig.crash()
         begun, starts = rig.now, rig.process.num_starts
         while rig.process.num_starts == starts:
             rig.pass_time(0.25)
@@ -273,13 +276,11 @@ def test_pauses_between_restarts_grow_up_to_a_bound() -> None:
 def test_an_answer_of_the_store_makes_pauses_short_again() -> None:
     rig = Rig()
     for _ in range(5):
-        rig.process.kill()
-        rig.tier.poll()
+        rig.crash()
         rig.pass_time(MAX_PAUSE_S)
         rig.pass_time(0)
     rig.stored(KEYS[:1])
-    rig.process.kill()
-    rig.tier.poll()
+    rig.crash()
     starts = rig.process.num_starts
     rig.pass_time(FIRST_PAUSE_S)
     assert rig.process.num_starts == starts + 1
@@ -288,8 +289,7 @@ def test_an_answer_of_the_store_makes_pauses_short_again() -> None:
 def test_a_process_that_never_reaches_the_store_is_replaced() -> None:
     rig = Rig()
     rig.process.is_reachable = False
-    rig.process.kill()
-    rig.tier.poll()
+    rig.crash()
     rig.pass_time(FIRST_PAUSE_S)
     assert rig.process.num_starts == 2
     rig.pass_time(START_DEADLINE_S)

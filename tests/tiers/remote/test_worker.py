@@ -98,13 +98,20 @@ def test_long_requests_are_moved_in_parts() -> None:
     assert [size for name, size in rig.client.calls if name == "get"] == [MAX_ROWS, 5]
 
 
-def test_a_slow_store_gets_no_further_calls_for_a_request() -> None:
+def slow_rig(takes_s: float) -> Rig:
+    """Returns a worker whose store takes so many seconds for each read."""
+
     class Slow(MemoryClient):
         def get(self, names: Sequence[str], buffers: Sequence[Sequence[ByteArray]]) -> list[Outcome]:
-            rig.now += MORE_WITHIN_S * 0.6
+            rig.now += takes_s
             return super().get(names, buffers)
 
     rig = Rig(client=Slow())
+    return rig
+
+
+def test_a_slow_store_gets_no_further_calls_for_a_request() -> None:
+    rig = slow_rig(MORE_WITHIN_S * 0.6)
     keys = [bytes([i]) * 36 for i in range(3 * MAX_ROWS)]
     rig.run(Op.WRITE, keys[:1])
     statuses = rig.run(Op.READ, keys)
@@ -112,20 +119,10 @@ def test_a_slow_store_gets_no_further_calls_for_a_request() -> None:
     assert "too slow" in rig.problem
 
 
-def test_bad_bytes_that_came_too_late_are_not_removed() -> None:
+@pytest.mark.parametrize(("takes_s", "outcome"), [(MORE_WITHIN_S + 1, Outcome.FAILED), (1.0, Outcome.CORRUPT)])
+def test_bad_bytes_that_came_too_late_are_not_removed(takes_s: float, outcome: Outcome) -> None:
     """Only what was read wrong twice is."""
-
-    class Slow(MemoryClient):
-        takes_s = MORE_WITHIN_S + 1
-
-        def get(self, names: Sequence[str], buffers: Sequence[Sequence[ByteArray]]) -> list[Outcome]:
-            rig.now += self.takes_s
-            return super().get(names, buffers)
-
-    client = Slow()
-    rig = Rig(client=client)
+    rig = slow_rig(takes_s)
     rig.run(Op.WRITE, KEYS[:1])
-    client.values[NAMES[0]][-1] ^= 1
-    assert rig.run(Op.READ, KEYS[:1], 100) == [Outcome.FAILED]
-    client.takes_s = 1.0
-    assert rig.run(Op.READ, KEYS[:1], 100) == [Outcome.CORRUPT]
+    rig.client.values[NAMES[0]][-1] ^= 1
+    assert rig.run(Op.READ, KEYS[:1], 100) == [outcome]
