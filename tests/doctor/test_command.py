@@ -25,7 +25,8 @@ from kvoffload.doctor.integrations import Integration
 from kvoffload.doctor.report import show
 from kvoffload.doctor.source import read_source
 from kvoffload.tiers.remote.config import RemoteTierConfig
-from tests.doctor.rig import LLAMA, QUICK, diagnose, findings_of, judge, model_file, needs_root
+from tests.doctor.rig import QUICK, diagnose, findings_of, judge, model_file, needs_root
+from tests.lab.traces import LLAMA
 
 HERE = "tests.doctor.test_command"
 

@@ -12,16 +12,8 @@ import pytest
 from kvoffload.abc import ConfigError
 from kvoffload.lab.latency import Speeds, ttft_seconds
 from kvoffload.lab.model import DEFAULT_MODEL, ModelShape
+from tests.lab.traces import LLAMA
 
-LLAMA: dict[str, Any] = {
-    "_name_or_path": "Llama-3.1-8B",
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "torch_dtype": "bfloat16",
-}
 DEEPSEEK_V3: dict[str, Any] = {
     "num_hidden_layers": 61,
     "num_attention_heads": 128,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,14 @@ class Rig:
 def header_of(rig: Rig) -> Header:
     """Returns the header of the index on disk."""
     return Header.unpack(np.fromfile(rig.folder / "index", dtype=np.uint8, count=HEADER_BYTES))
+
+
+def bytes_in(storage: Storage, name: str) -> ByteArray:
+    """Returns all bytes of a file of FINGERPRINT."""
+    with closing(storage.open(FINGERPRINT, name)) as file:
+        data = np.zeros(file.size(), dtype=np.uint8)
+        file.read([data], 0)
+    return data
 
 
 def patch(path: Path, offset: int, data: bytes) -> None:

@@ -14,7 +14,7 @@ from kvoffload.tiers.disk.recovery import open_files
 from tests.sim.executor import SteppedExecutor
 from tests.sim.shared_storage import SimulatedStorage
 from tests.tiers.disk.records import pack_record
-from tests.tiers.disk.rig import FINGERPRINT, PAGE, capacity
+from tests.tiers.disk.rig import FINGERPRINT, PAGE, bytes_in, capacity
 
 NUM_SLOTS = 12
 
@@ -43,19 +43,12 @@ class Rig:
             new += self.maintenance.poll().tolist()
         return new
 
-    def on_disk(self, name: str) -> np.ndarray:
-        file = self.storage.open(FINGERPRINT, name)
-        data = np.zeros(file.size(), dtype=np.uint8)
-        file.read([data], 0)
-        file.close()
-        return data
-
     def store(self, slot: int, key: bytes) -> None:
         record = pack_record(self.files.index.header, key, sequence=1, stored_at=0, payload_checksum=0)
         self.files.index.write_records(slot, record)
 
     def keys(self) -> list[bytes]:
-        return parse_records(self.files.index.header, self.on_disk("index")[HEADER_BYTES:]).keys
+        return parse_records(self.files.index.header, bytes_in(self.storage, "index")[HEADER_BYTES:]).keys
 
 
 @pytest.fixture
@@ -73,9 +66,9 @@ def test_a_full_medium_holds_up_growth_only(rig: Rig) -> None:
     rig.maintenance.empty_records(np.array([2]))
     rig.recency.note_use(np.array([1]))
     rig.run()
-    assert Header.unpack(rig.on_disk("index")).transient
+    assert Header.unpack(bytes_in(rig.storage, "index")).transient
     assert rig.keys() == []
-    assert rig.on_disk("recency").any()
+    assert bytes_in(rig.storage, "recency").any()
 
 
 def test_what_has_failed_is_repeated_later(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
