@@ -57,9 +57,6 @@ def test_inspect_shows_a_row_per_writer(path: Path, servers: list[Server]) -> No
     assert "4 blocks (" in result.output
     assert "In use by process 1 on host-a (writer-0)." in " ".join(result.output.split())
     assert "Nothing is wrong." in result.output
-
-
-def test_inspect_as_json(path: Path, servers: list[Server]) -> None:
     report = json.loads(run("inspect", str(path), "--json").output)
     parts = {part["path"]: part for part in report["parts"]}
     assert [(part["host"], part["pid"], part["state"]) for part in parts.values()] == [

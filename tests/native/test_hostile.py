@@ -104,6 +104,8 @@ def read_only(numbers: np.ndarray) -> np.ndarray:
 
 KINDS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "big-endian": lambda numbers: numbers.astype(numbers.dtype.newbyteorder(">")),
+    "small": lambda numbers: numbers.astype(np.uint8) if numbers.dtype == np.int64 else numbers,
+    "signed": lambda numbers: numbers.astype(np.int32) if numbers.dtype == np.int64 else numbers,
     "unaligned": unaligned,
     "every second": lambda numbers: np.repeat(numbers, 2)[::2],
     "backwards": lambda numbers: numbers[::-1].copy()[::-1],
@@ -130,6 +132,7 @@ def test_arrays_of_any_kind_mean_the_same(kind: str) -> None:
     blocks = cache.BlockTable(8)
     blocks.insert([b"a", b"b", b"c", b"d"], change(slots))
     assert blocks.find([b"d", b"a"]).tolist() == [2, 5]
+    assert blocks.remove([0, 7]) == [b"b", b"c"], "a list means the same too"
 
 
 class Tagged(bytes):

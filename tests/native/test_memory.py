@@ -71,15 +71,6 @@ def test_bad_input_is_an_error(call: str) -> None:
         BAD_CALLS[call]()
 
 
-@pytest.mark.parametrize("kind", [np.int32, np.uint8, np.dtype(">i8")])
-def test_slots_of_other_types_and_strides_are_converted(kind: Any) -> None:
-    one = table()
-    one.insert([b"c", b"d"], np.array([4, 0, 6, 0], dtype=kind)[::2])
-    assert one.find([b"c", b"d", b"e"]).tolist() == [4, 6, -1]
-    assert one.remove([4, 6]) == [b"c", b"d"]
-    assert one.remove([]) == []
-
-
 def rounds(n: int, keys: list[Any]) -> None:
     """Every way of a key in and out, with errors half way."""
     table = BlockTable(len(keys))

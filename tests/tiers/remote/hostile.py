@@ -27,6 +27,7 @@ MANY = b"x" * (1 << 20)
 CHUNK = b"100000\r\n" + MANY + b"\r\n"
 Talk = Callable[[socket.socket], None]
 START_WAIT_S = 3.0
+MOST_START_S = 60.0
 
 
 class Hostile:
@@ -55,8 +56,16 @@ class Hostile:
         self._listener.close()
 
 
+BYTES_PER_S = 128 << 20
+"""Of all endless answers together. Otherwise what a client takes between two looks at its memory would depend on how
+long a busy machine lets it wait for the second."""
+PACE = threading.Lock()
+
+
 def endless(connection: socket.socket, data: bytes = MANY) -> None:
     while True:
+        with PACE:
+            time.sleep(len(data) / BYTES_PER_S)
         connection.sendall(data)
 
 
@@ -185,7 +194,11 @@ class Victim:
                 self.client_peak = max(self.client_peak, private_bytes(pid))
 
     def serve(self, seconds: float) -> None:
-        """Asks for blocks, and reads them if there are any."""
+        """Asks for blocks, and reads them if there are any, once the client's process runs."""
+        deadline = time.monotonic() + MOST_START_S
+        while not self.client_peak:
+            assert time.monotonic() < deadline, "no process of a client was measured"
+            time.sleep(0.01)
         deadline, number = time.monotonic() + seconds, 0
         while time.monotonic() < deadline:
             number += 1

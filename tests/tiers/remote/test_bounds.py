@@ -25,12 +25,11 @@ def attack(config: RemoteTierConfig) -> None:
     with patched(CREDENTIALS):
         victim = Victim(config)
     try:
-        victim.serve(1.0 if SCALE == 1 else 8.0)
+        victim.serve(2.0 if SCALE == 1 else 8.0)
     finally:
         victim.close()
     asked = NUM_BLOCKS * SLOT_BYTES
     assert victim.client_peak < PROCESS_BYTES + asked + MORE_BYTES
-    assert victim.client_peak, "no process was measured"
     # The hostile server is in this process too.
     assert victim.peak < MORE_BYTES
 
