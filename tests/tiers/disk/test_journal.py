@@ -27,8 +27,7 @@ from kvoffload.tiers.disk.layout import SlotLayout
 from kvoffload.tiers.disk.storage import Storage
 from tests.sim.shared_storage import SimulatedStorage
 from tests.sim.storage import FaultRates, FaultyStorage
-from tests.tiers.disk.records import pack_record
-from tests.tiers.disk.rig import key
+from tests.tiers.disk.rig import key, pack_record
 
 HEADER = Header("ab" * 32, (4096,), 100, 7)
 

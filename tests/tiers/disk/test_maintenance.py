@@ -13,8 +13,7 @@ from kvoffload.tiers.disk.recency import Recency
 from kvoffload.tiers.disk.recovery import open_files
 from tests.sim.executor import SteppedExecutor
 from tests.sim.shared_storage import SimulatedStorage
-from tests.tiers.disk.records import pack_record
-from tests.tiers.disk.rig import FINGERPRINT, PAGE, bytes_in, capacity
+from tests.tiers.disk.rig import FINGERPRINT, PAGE, bytes_in, capacity, pack_record
 
 NUM_SLOTS = 12
 

@@ -24,8 +24,19 @@ from kvoffload.tiers.disk.start import open_disk_tier
 from tests.sim.shared_storage import SimulatedStorage
 from tests.sim.storage import FaultyStorage
 from tests.tiers.conftest import Mounts
-from tests.tiers.disk.records import pack_record
-from tests.tiers.disk.rig import FINGERPRINT, OTHERS, PAGE, Rig, capacity, content, du, header_of, key, patch
+from tests.tiers.disk.rig import (
+    FINGERPRINT,
+    OTHERS,
+    PAGE,
+    Rig,
+    capacity,
+    content,
+    du,
+    header_of,
+    key,
+    pack_record,
+    patch,
+)
 
 SLAB = 4 * PAGE
 BUDGET = capacity(16, num_slabs=4)

@@ -34,7 +34,6 @@ from kvoffload.tiers.limited_log import WARNING_INTERVAL_S
 from tests.sim.executor import Killed
 from tests.sim.shared_storage import SimulatedStorage
 from tests.sim.storage import FaultRates, FaultyStorage
-from tests.tiers.disk.records import pack_record
 from tests.tiers.disk.rig import (
     FINGERPRINT,
     OTHERS,
@@ -45,6 +44,7 @@ from tests.tiers.disk.rig import (
     du,
     header_of,
     key,
+    pack_record,
     patch,
 )
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +24,6 @@ VALUES = ValueFormat(FINGERPRINT)
 KEYS = [bytes([i]) * 36 for i in range(32)]
 SLOT_BYTES = (1 << 18, 1 << 16)
 SEGMENT_BYTES = 64 << 20
-Fault = Callable[[Path], None]
 
 
 class Server(StoreServer):
@@ -94,28 +92,18 @@ def test_bad_values_are_removed_and_written_again(store: Master) -> None:
     assert client.exists([foreign]) == [Outcome.OK]
 
 
-def test_a_master_that_stands_still(tmp_path: Path) -> None:
+def test_each_fault_ends_in_misses_and_the_tier_comes_back(tmp_path: Path) -> None:
     master = Master(tmp_path, "-client_ttl=2")
-    with segment(master, SEGMENT_BYTES):
+    with segment(master, SEGMENT_BYTES) as owner:
         server = Server(master)
         server.works_again(KEYS[:4])
+        # The master stands still.
         master.pause()
         assert server.states(KEYS[8:12]) == [MISS] * 4
         assert server.read(KEYS[:4]) == {}
         master.resume()
         server.works_again(KEYS[:4])
-        server.close()
-    master.kill()
-
-
-# Faults of which each needs a store of its own and mostly waits, for leases and connections: they run at once.
-
-
-def a_master_that_is_killed_and_comes_back_empty(folder: Path) -> None:
-    master = Master(folder, "-client_ttl=2")
-    with segment(master, SEGMENT_BYTES):
-        server = Server(master)
-        server.works_again(KEYS[:4])
+        # It is killed, and comes back empty.
         master.kill()
         failed = server.tier.num_failed_lookups
         assert server.states(KEYS[8:12]) == [MISS] * 4
@@ -123,15 +111,7 @@ def a_master_that_is_killed_and_comes_back_empty(folder: Path) -> None:
         assert not any(result.ok for result in server.read(KEYS[:4]).values())
         master.start()
         server.works_again(KEYS[:4])
-        server.close()
-    master.kill()
-
-
-def memory_that_is_gone(folder: Path) -> None:
-    master = Master(folder, "-client_ttl=2")
-    with segment(master, SEGMENT_BYTES) as owner:
-        server = Server(master)
-        server.works_again(KEYS[:4])
+        # The memory is gone.
         owner.kill()
         owner.wait()
         assert not any(result.ok for result in server.read(KEYS[:4]).values())
@@ -139,21 +119,3 @@ def memory_that_is_gone(folder: Path) -> None:
         server.works_again(KEYS[:4])
         server.close()
     master.kill()
-
-
-FAULTS = (
-    a_master_that_is_killed_and_comes_back_empty,
-    memory_that_is_gone,
-)
-
-
-@pytest.fixture(scope="module")
-def under_way(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Fault, Future[None]]]:
-    """All of FAULTS, which are under way."""
-    with ThreadPoolExecutor(len(FAULTS)) as threads:
-        yield {fault: threads.submit(fault, tmp_path_factory.mktemp("store")) for fault in FAULTS}
-
-
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_a_fault_ends_in_misses_and_the_tier_comes_back(fault: Fault, under_way: dict[Fault, Future[None]]) -> None:
-    under_way[fault].result()
