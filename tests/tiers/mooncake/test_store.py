@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvoffload.abc import TierError
+from kvoffload.abc import ByteArray, TierError
 from kvoffload.abc.tier import HIT, MISS
-from kvoffload.tiers.mooncake.client import connect
+from kvoffload.tiers.mooncake.client import MooncakeClient, connect
 from kvoffload.tiers.mooncake.config import MooncakeConfig
 from kvoffload.tiers.remote.client import Outcome
 from kvoffload.tiers.remote.record import ValueFormat
 from tests.tiers.made import closed_later
 from tests.tiers.mooncake.rig import Master, needs_mooncake, segment
-from tests.tiers.remote.rig import FINGERPRINT, StoreServer
+from tests.tiers.remote.rig import FINGERPRINT, StoreServer, eventually
 
 pytestmark = needs_mooncake
 
@@ -119,3 +121,84 @@ def test_each_fault_ends_in_misses_and_the_tier_comes_back(tmp_path: Path) -> No
         server.works_again(KEYS[:4])
         server.close()
     master.kill()
+
+
+# A store that refuses writes is full, and is read on.
+
+VALUE_BYTES = 64 << 10
+SMALL_BYTES = 16 << 20
+QUOTA = "/api/v1/tenant_quotas?tenant_id=default"
+Heal = Callable[[], object]
+
+
+@dataclass
+class Small:
+    """A store with one segment, and a client of it that has registered ``values``."""
+
+    master: Master
+    stack: ExitStack
+    client: MooncakeClient
+    values: ByteArray
+
+    def put(self, *names: str) -> list[Outcome]:
+        return self.client.put(names, [[row] for row in self.values[: len(names)]])
+
+
+def set_quota(master: Master, nbytes: int) -> None:
+    master.ask("PUT", QUOTA, {"requested_quota_bytes": nbytes})
+
+
+# What makes the store refuse writes. Each returns what ends that.
+
+
+def over_its_quota(small: Small) -> Heal:
+    set_quota(small.master, small.values.nbytes)
+    return lambda: set_quota(small.master, SMALL_BYTES)
+
+
+def drained(small: Small) -> Heal:
+    names = small.master.ask("GET", "/get_all_segments").split()
+    small.master.ask("POST", "/api/v1/drain_jobs", {"segments": names})
+    return lambda: small.stack.enter_context(segment(small.master, SMALL_BYTES))
+
+
+def full(small: Small) -> Heal:
+    """Nothing is evicted that has been asked for lately."""
+    names = ["other/0"]
+    while small.put(names[-1]) == [Outcome.OK]:
+        small.client.exists(names[-1:])
+        names.append(f"other/{len(names)}")
+    return lambda: small.client.remove(names)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Small]:
+    policies = tmp_path / "quotas"
+    policies.write_text('{"version": 1, "tenants": []}')
+    options = ("-enable_multi_tenants=true", f"-tenant_quota_connector_uri={policies}", "-default_kv_lease_ttl=1h")
+    master = Master(tmp_path, *options)
+    with ExitStack() as stack:
+        stack.callback(master.kill)
+        set_quota(master, SMALL_BYTES)
+        stack.enter_context(segment(master, SMALL_BYTES))
+        client = connect(settings(master))
+        stack.callback(client.close)
+        values = np.random.default_rng(0).integers(0, 256, (8, VALUE_BYTES), dtype=np.uint8)
+        client.register(values)
+        yield Small(master, stack, client, values)
+
+
+@pytest.mark.parametrize("refuse", [full, drained, over_its_quota], ids=lambda refuse: refuse.__name__)
+def test_a_store_that_refuses_writes_is_full_and_is_read_on(refuse: Callable[[Small], Heal], small: Small) -> None:
+    """A full store is no fault: its tier is not paused."""
+    old = [f"old/{i}" for i in range(8)]
+    assert small.put(*old) == small.client.exists(old) == [Outcome.OK] * 8
+    before = small.values.copy()
+    heal = refuse(store)
+    for i in range(10):
+        assert small.put(f"new/{i}") == [Outcome.FULL]
+        small.values[:] = 0
+        assert small.client.get(old, [[row] for row in small.values]) == [Outcome.OK] * 8
+        assert (small.values == before).all()
+    heal()
+    eventually(lambda: small.put("healed") == [Outcome.OK])
