@@ -1,4 +1,4 @@
-"""The examples of docs/tiers.md are a tier and its entry in a configuration, and the tables of docs/formats.md alone are
+"""The examples of docs/tiers.md are a tier and its entry, and the tables of docs/formats.md alone are
 enough to read what the tiers write."""
 
 from __future__ import annotations

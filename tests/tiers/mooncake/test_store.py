@@ -194,7 +194,7 @@ def test_a_store_that_refuses_writes_is_full_and_is_read_on(refuse: Callable[[Sm
     old = [f"old/{i}" for i in range(8)]
     assert small.put(*old) == small.client.exists(old) == [Outcome.OK] * 8
     before = small.values.copy()
-    heal = refuse(store)
+    heal = refuse(small)
     for i in range(10):
         assert small.put(f"new/{i}") == [Outcome.FULL]
         small.values[:] = 0
