@@ -6,29 +6,32 @@ import logging
 import random
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
+from kvoffload.abc import ByteArray, MissReason, OffloadKey, Slots, Tier
+from kvoffload.sglang import KVOffloadStorage, engine, storage
+from kvoffload.sglang import metrics as server_metrics
+from kvoffload.sglang.fingerprint import fingerprint_parts
+from kvoffload.sglang.metrics import ServerMetrics
+from kvoffload.sglang.pools import HostPages
+from kvoffload.tiering.bridge import BridgeSettings, build_bridge
+from kvoffload.tiers.config import TierConfig, TierContext
 from tests.sglang import parts
 from tests.sglang.parts import Rank, extra_config, fill, mamba_pool, mha_pool, mla_pool, page
-
-from kvoffload.abc import MissReason  # isort: skip
-from kvoffload.sglang import KVOffloadStorage, engine, storage  # isort: skip
-from kvoffload.sglang.fingerprint import fingerprint_parts  # isort: skip
-from kvoffload.sglang import metrics as server_metrics  # isort: skip
-from kvoffload.sglang.metrics import ServerMetrics  # isort: skip
-from kvoffload.sglang.pools import HostPages  # isort: skip
-from kvoffload.tiering.bridge import BridgeSettings, build_bridge  # isort: skip
+from tests.sim.memory_tier import MemoryTier, StoredBlock
 
 torch = parts.torch
 PoolTransfer = parts.storage_interface.PoolTransfer
 TRAILING = parts.storage_interface.PoolHitPolicy.TRAILING_PAGES
-HANGING = {"kind": "tests.sglang.faulty_tiers:HangingConfig"}
+HANGING = {"kind": "tests.sglang.test_storage:HangingConfig"}
 
 Start = Callable[..., Rank]
 
@@ -590,3 +593,34 @@ def test_adapters_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "arguments", lambda: {"enable_lora": True})
     with pytest.raises(ValueError, match="--enable-lora"):
         KVOffloadStorage(parts.storage_config(extra_config=extra_config(tier=DISK)), {})
+
+
+# A tier that never ends a read, as an entry of a configuration.
+
+
+class HangingTier(MemoryTier):
+    """Writes at once, and never ends a read: nobody steps its executor. Its blocks outlive it."""
+
+    kept: ClassVar[OrderedDict[OffloadKey, StoredBlock]] = OrderedDict()
+
+    def __init__(self, pools: Sequence[ByteArray], num_blocks: int) -> None:
+        super().__init__(pools, num_blocks)
+        self.blocks = self.kept
+
+    def reset(self) -> None:
+        pass
+
+    def write(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
+        taken = super().write(keys, slots)
+        for key, slot in zip(keys, slots.tolist(), strict=True):
+            if key in taken:
+                self.write_block(key, slot, self.blocks[key])
+        return taken
+
+
+@dataclass(frozen=True, kw_only=True)
+class HangingConfig(TierConfig):
+    kind = "hanging"
+
+    def open(self, context: TierContext) -> Tier:
+        return HangingTier(context.pools, 1000)

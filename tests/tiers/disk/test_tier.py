@@ -298,22 +298,6 @@ def test_a_slot_that_has_a_new_block_is_not_emptied_for_the_old_one(rig: Rig) ->
     rig.check_reads(1, 4, 5, 6)
 
 
-def test_no_later_process_finds_blocks_from_before_or_after_a_reset(rig: Rig) -> None:
-    rig.open()
-    rig.write(1, 2)
-    rig.tier.reset()
-    assert rig.present() == []
-    rig.write(2, 3)
-    rig.check_reads(2, 3)
-    rig.tier.reset()
-    rig.write(4)
-    rig.open()
-    assert rig.present() == []
-    rig.write(1, 5)
-    rig.open()
-    rig.check_reads(1, 5)
-
-
 def test_after_a_kill_at_any_moment_only_right_blocks_are_found(tmp_path: Path) -> None:
     """Version 0 stands for the weights that every process loads, version 1 for those that it is given later."""
     num_operations, found = 0, []

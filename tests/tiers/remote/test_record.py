@@ -39,30 +39,25 @@ def test_each_changed_byte_is_found() -> None:
         assert VALUES.verify(KEY, record, [rest[:64], rest[64:]]) is Outcome.CORRUPT, i
 
 
-@pytest.mark.parametrize("key", [KEY[:-1], KEY + b"\0", bytes(36), KEY[:-1] + b"\0"])
-def test_the_value_of_another_key_is_bad(key: bytes) -> None:
-    record = VALUES.record(key, PARTS)
-    assert VALUES.verify(KEY, record, PARTS) is Outcome.CORRUPT
-
-
-def test_the_value_of_another_fingerprint_is_bad_even_if_it_begins_alike() -> None:
-    record = ValueFormat(FINGERPRINT[:-2] + "00").record(KEY, PARTS)
-    assert VALUES.verify(KEY, record, PARTS) is Outcome.CORRUPT
-
-
-def test_another_version_and_another_number_of_ranks_are_foreign() -> None:
+def with_byte(at: int, value: int) -> np.ndarray:
     raw = bytearray(VALUES.record(KEY, PARTS).tobytes())
-    raw[4] = 2
-    assert VALUES.verify(KEY, sealed(raw), PARTS) is Outcome.MISSING
-    whole = [np.concatenate(PARTS)]
-    assert VALUES.verify(KEY, VALUES.record(KEY, whole), PARTS) is Outcome.MISSING
+    raw[at] = value
+    return sealed(raw)
 
 
-def test_a_record_that_does_not_begin_like_one_is_bad() -> None:
-    raw = bytearray(VALUES.record(KEY, PARTS).tobytes())
-    raw[0] ^= 1
-    assert VALUES.verify(KEY, sealed(raw), PARTS) is Outcome.CORRUPT
-    assert VALUES.verify(KEY, np.zeros(RECORD_BYTES, dtype=np.uint8), PARTS) is Outcome.CORRUPT
+OTHERS = {
+    **{f"key {key.hex()}": VALUES.record(key, PARTS) for key in (KEY[:-1], KEY + b"\0", bytes(36), KEY[:-1] + b"\0")},
+    "a fingerprint that begins alike": ValueFormat(FINGERPRINT[:-2] + "00").record(KEY, PARTS),
+    "another beginning": with_byte(0, 0),
+    "zeros": np.zeros(RECORD_BYTES, dtype=np.uint8),
+}
+FOREIGN = {"another version": with_byte(4, 2), "another number of ranks": VALUES.record(KEY, [np.concatenate(PARTS)])}
+
+
+@pytest.mark.parametrize("name", [*OTHERS, *FOREIGN])
+def test_the_record_of_another_value_is_bad_and_that_of_another_server_is_foreign(name: str) -> None:
+    record, verdict = (OTHERS[name], Outcome.CORRUPT) if name in OTHERS else (FOREIGN[name], Outcome.MISSING)
+    assert VALUES.verify(KEY, record, PARTS) is verdict
 
 
 def test_a_tag_covers_every_byte_of_record_and_payload() -> None:
