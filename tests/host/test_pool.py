@@ -465,7 +465,7 @@ def test_a_cgroup_of_version_1(root: Path) -> None:
     assert available_memory() == 2 * GIB
 
 
-def numa(root: Path, allowed: str, policy: str = "default") -> None:
+def numa_files(root: Path, allowed: str, policy: str = "default") -> None:
     """Describes two nodes: the first has 10 of the 16 GiB, and 5 of the 8 GiB available."""
     write(root, "proc/self/status", f"Name:\tx\nMems_allowed:\t3\nMems_allowed_list:\t{allowed}\nvoluntary:\t1")
     write(root, "proc/thread-self/numa_maps", f"55aa {policy} file=/bin/x\n66bb bind:1 heap")
@@ -492,7 +492,7 @@ def numa(root: Path, allowed: str, policy: str = "default") -> None:
 def test_memory_of_other_numa_nodes_does_not_count(
     root: Path, allowed: str, policy: str, available: int, total: int
 ) -> None:
-    numa(root, allowed, policy)
+    numa_files(root, allowed, policy)
     assert available_memory() == available * GIB
     assert total_memory() == total * GIB, "one rank's memory policy does not apply to the others"
 
@@ -504,7 +504,7 @@ def test_memory_of_a_gpu_that_linux_counts_does_not_count(
     root: Path, node: str, processors: str, available: int, total: int
 ) -> None:
     """As on GH200, where each GPU is a NUMA node without processors; -1: the GPU's memory is not one."""
-    numa(root, "0-1")
+    numa_files(root, "0-1")
     write(root, "sys/devices/system/node/node1/cpulist", processors)
     write(root, "proc/driver/nvidia/gpus/0009:01:00.0/numa_status", f"Node:   {node}\nStatus: online\n")
     assert available_memory() == available * GIB
@@ -545,7 +545,7 @@ def other(pid: int = 7, nodes: Iterable[int] = ()) -> Reservation:
 
 @pytest.mark.parametrize(("nodes", "counts"), [(set(), True), ({0}, False), ({1}, True), ({0, 1}, True)])
 def test_a_reservation_on_other_numa_nodes_does_not_count(root: Path, nodes: set[int], counts: bool) -> None:
-    numa(root, "0-1", "bind:1")
+    numa_files(root, "0-1", "bind:1")
     assert available_memory([other(nodes=nodes)]) == (2 if counts else 3) * GIB
 
 
@@ -565,8 +565,6 @@ def test_a_reservation_in_another_cgroup_does_not_count(root: Path, cgroup: str,
 
 # The pool's memory policy: it belongs to the memory file, and a container that forbids it does not keep the pool.
 
-NUMA_BLOCKS, NUMA_SLOT = 64, 8192
-
 
 def policy(slots: ByteArray) -> str:
     """Returns the memory policy of the mapping that begins with ``slots``."""
@@ -584,7 +582,7 @@ def node() -> int:
 
 def is_allowed(node: int) -> bool:
     """Whether this process may set memory policies; containers often forbid it."""
-    pool = HostPool(1, NUMA_SLOT, node)
+    pool = HostPool(1, SLOT, node)
     found = policy(pool.data)
     pool.close()
     return found != "default"
@@ -596,7 +594,7 @@ def test_the_policy_holds_for_the_file_and_not_only_for_this_mapping(
     if not is_allowed(node):
         pytest.skip("this process may not set memory policies")
     with caplog.at_level(logging.INFO):
-        pool = HostPool(NUMA_BLOCKS, NUMA_SLOT, node)
+        pool = HostPool(NUM_BLOCKS, SLOT, node)
     again = pool.handle().open()
     again[0] = 1
     assert policy(pool.data) == policy(again) == f"prefer:{node}"
@@ -606,7 +604,7 @@ def test_the_policy_holds_for_the_file_and_not_only_for_this_mapping(
 
 
 def test_without_a_node_there_is_no_policy(node: int) -> None:
-    pool = HostPool(NUMA_BLOCKS, NUMA_SLOT)
+    pool = HostPool(NUM_BLOCKS, SLOT)
     assert policy(pool.data) == "default"
     pool.close()
 
@@ -626,7 +624,7 @@ def test_where_policies_are_forbidden_the_processors_of_the_node_allocate(
     monkeypatch.setattr(platform, "machine", lambda: "none")
     monkeypatch.setattr(numa, "_processors", lambda node: frozenset({one, 10_000}))
     with caplog.at_level(logging.INFO):
-        HostPool(NUMA_BLOCKS, NUMA_SLOT, node).close()
+        HostPool(NUM_BLOCKS, SLOT, node).close()
     assert during == [{one}]
     assert os.sched_getaffinity(0) == before
     assert f"by the processors of NUMA node {node}" in caplog.text
@@ -634,7 +632,7 @@ def test_where_policies_are_forbidden_the_processors_of_the_node_allocate(
 
 def test_a_node_that_is_out_of_reach_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     before = os.sched_getaffinity(0)
-    pool = HostPool(NUMA_BLOCKS, NUMA_SLOT, 1000)
+    pool = HostPool(NUM_BLOCKS, SLOT, 1000)
     assert os.fstat(pool.fd).st_blocks * 512 >= pool.nbytes
     assert os.sched_getaffinity(0) == before
     assert "--cap-add SYS_NICE" in caplog.text
