@@ -83,7 +83,7 @@ def verified(path: Path, progress: Progress = lambda done, total: None) -> Folde
     return folder
 
 
-def at_first(change: Callable[[], None]) -> Progress:
+def at_first(change: Callable[[], object]) -> Progress:
     """Returns what changes the directory when its indexes were read and before the first block is."""
     return lambda done, total: change() if not done else None
 
