@@ -85,7 +85,12 @@ def verified(path: Path, progress: Progress = lambda done, total: None) -> Folde
 
 def at_first(change: Callable[[], object]) -> Progress:
     """Returns what changes the directory when its indexes were read and before the first block is."""
-    return lambda done, total: change() if not done else None
+
+    def progress(done: int, total: int) -> None:
+        if not done:
+            change()
+
+    return progress
 
 
 def flip(path: Path, offset: int) -> None:
