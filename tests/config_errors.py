@@ -17,6 +17,7 @@ SECRET = "S3CRET"
 DISK = '{"kind": "disk", "dir": "/var/cache/kvoffload", "bytes": "500GiB"}'
 NEEDED = {
     "disk": {"dir": "/cache", "bytes": "1GiB"},
+    "shared_dir": {"dir": "/cache", "bytes": "1GiB"},
     "redis": {"url": "redis://10.0.0.5:6379"},
     "object_store": {"url": "s3://bucket/folder"},
     "mooncake": {"master": "10.0.0.5:50051"},
@@ -191,6 +192,11 @@ TIERS = [
     entry("disk", ".dir='cache': not an absolute path", "Variables are not expanded", dir="cache"),
     entry("disk", ".store_threshold=1: must be a whole number, 2 or more", "or leave it out", store_threshold=1),
     entry("disk", ".lookup_deadline_ms='2': must be a number of milliseconds, from", lookup_deadline_ms="2"),
+    *(
+        entry("shared_dir", f".gone_after_s={value!r}: must be a number of seconds, 60 or more", gone_after_s=value)
+        for value in (5, "1h", NAN, True)
+    ),
+    entry("shared_dir", ".dir='relative': not an absolute path", dir="relative"),
     own(".label=***: must not be bad", "write another", label="bad"),
     own(": label is worse: write another", label="worse"),
     own(".kind='own': OwnConfig does not accept these values (ValueError)", "correct blocks", blocks=0),

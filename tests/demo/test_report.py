@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from demo.act import ActResult
-from demo.protocol import Source, classify
-from demo.replay import Agreement
+from demo.protocol import RequestResult, Source, classify
+from demo.replay import Agreement, replay_act
 from demo.report import Report, compare, make_report
+from kvoffload.cache.keys import hash_blocks
+from kvoffload.observe.records import RequestRecord
+from kvoffload.observe.trace import TraceRecorder
 
 from .conftest import changed
 
@@ -97,3 +102,41 @@ def test_undetected_corruption_fails(baseline: ActResult, restart: ActResult, of
 )
 def test_the_source_is_the_tier_with_most_tokens(device: int, host: int, disk: int, source: Source) -> None:
     assert classify(2000, device, host, disk) is source
+
+
+BLOCK = 16
+
+
+def record(path: Path, documents: list[int], groups: int = 1) -> None:
+    """Records one prompt of 100 tokens per document, on a server whose device cache holds one prompt and one block."""
+    header = {"device_blocks": 8, "pool_blocks": 64, "policy": "lru", "groups": groups} | {"host_contents": "exclusive"}
+    recorder = TraceRecorder(str(path), BLOCK, header)
+    for document in documents:
+        keys = hash_blocks([document] * 100, BLOCK)
+        recorder.add(time.time(), RequestRecord(time.time(), "r", 100, 0, 0), keys, 101, 100, {})
+    recorder.close()
+
+
+def found(act: ActResult, tokens: list[tuple[int, int]]) -> list[RequestResult]:
+    """Returns requests that found the given tokens on the device and in the host."""
+    for i, (device, host) in enumerate(tokens):
+        act = changed(act, i, device_tokens=device, host_tokens=host)
+    return act.requests[: len(tokens)]
+
+
+def test_agreement(tmp_path: Path, offload: ActResult) -> None:
+    record(tmp_path / "t", [7, 7, 1, 1, 2, 1])
+    requests = found(offload, [(0, 0), (96, 0), (0, 0), (16, 80)])
+    agreement = replay_act(tmp_path / "t", requests)
+    assert agreement is not None
+    assert agreement.measured == agreement.replayed == {"device": 112, "host": 80}
+    assert agreement.agrees
+    assert (agreement.requests, agreement.largest_difference) == (4, 0)
+
+
+def test_disagreement(tmp_path: Path, offload: ActResult) -> None:
+    record(tmp_path / "t", [7, 7, 1, 1, 2, 1])
+    agreement = replay_act(tmp_path / "t", found(offload, [(0, 0), (96, 0), (0, 0), (16, 64)]))
+    assert agreement is not None
+    assert not agreement.agrees
+    assert agreement.largest_difference == 16

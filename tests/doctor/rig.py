@@ -26,17 +26,6 @@ from kvoffload.tiers.disk.config import DirectoryConfig, DiskConfig
 QUICK = Effort(seconds=0.01)
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
-LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "torch_dtype": "bfloat16",
-}
-"""A config.json whose KV is 128 KiB per token."""
-
 
 @dataclass(frozen=True)
 class Diagnosis:

@@ -25,7 +25,8 @@ from kvoffload.doctor.integrations import Integration
 from kvoffload.doctor.report import show
 from kvoffload.doctor.source import read_source
 from kvoffload.tiers.remote.config import RemoteTierConfig
-from tests.doctor.rig import LLAMA, QUICK, diagnose, findings_of, judge, model_file, needs_root
+from tests.doctor.rig import QUICK, diagnose, findings_of, judge, model_file, needs_root
+from tests.lab.traces import LLAMA
 
 HERE = "tests.doctor.test_command"
 
@@ -82,8 +83,13 @@ def test_of_several_connectors_the_entry_of_kvoffload_is_read() -> None:
             read_source(of(no_list))
 
 
+def judged(transfer: dict[str, Any]) -> dict[str, Finding]:
+    """Returns what is said about a ``--kv-transfer-config``, by id."""
+    return findings_of(partial(configuration.check, read_source(json.dumps(transfer))))
+
+
 def test_a_role_with_which_nothing_is_stored_or_loaded() -> None:
-    found = findings_of(partial(configuration.check, read_source(json.dumps({**OWN, "kv_role": "kv_consumer"}))))
+    found = judged({**OWN, "kv_role": "kv_consumer"})
     assert found["config.role"].level is Level.WARNING
 
 
@@ -298,8 +304,7 @@ def test_a_multi_connector_is_judged_as_a_server_does(
     connectors: list[dict[str, Any]], change: dict[str, Any], said: str | None
 ) -> None:
     outer = {"kv_connector": "MultiConnector", "kv_role": "kv_both", **change}
-    source = read_source(json.dumps({**outer, "kv_connector_extra_config": {"connectors": connectors}}))
-    found = findings_of(partial(configuration.check, source))
+    found = judged({**outer, "kv_connector_extra_config": {"connectors": connectors}})
     assert ("config.valid" in found) == (said is None)
     assert ("config.several" in found) == (said is not None)
     if said is not None:
@@ -311,20 +316,15 @@ def test_a_plugin_that_vllm_does_not_load(monkeypatch: pytest.MonkeyPatch) -> No
     """A path to the module helps kvoffload alone, not beside others."""
     monkeypatch.setenv("VLLM_PLUGINS", "another")
     own = {**OWN, "kv_connector_module_path": "kvoffload.vllm"}
-    assert "config.valid" in findings_of(partial(configuration.check, read_source(json.dumps(own))))
-    several = {
-        "kv_connector": "MultiConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"connectors": [own]},
-    }
-    found = findings_of(partial(configuration.check, read_source(json.dumps(several))))
+    assert "config.valid" in judged(own)
+    found = judged({**NIXL, "kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [own]}})
     assert "only by kv_connector_module_path" in found["config.several"].text
 
 
 def test_options_one_level_up() -> None:
     """vLLM refuses them there; what else is wrong with them is said too."""
     transfer = {"kv_connector": "KVOffloadConnector", "kv_role": "kv_both", "host_bytes": 64}
-    found = findings_of(partial(configuration.check, read_source(json.dumps(transfer))))
+    found = judged(transfer)
     assert "one level below" in found["config.misplaced"].fix
     assert found["config.refused"].text == "host_bytes=64: 64 bytes are of no use"
     assert 'did you mean host_bytes="64GiB"?' in found["config.refused"].fix

@@ -21,7 +21,6 @@ from kvoffload.tiers.disk.config import DirectoryConfig, DiskConfig
 from kvoffload.tiers.disk.directory import DirectoryStorage
 from kvoffload.tiers.shared_dir.config import SharedDirConfig
 from tests.doctor.rig import (
-    LLAMA,
     QUICK,
     Diagnosis,
     diagnose,
@@ -30,6 +29,7 @@ from tests.doctor.rig import (
     needs_root,
     private,
 )
+from tests.lab.traces import LLAMA
 
 ANOTHER = 65534
 MNT_DETACH = 2

@@ -14,18 +14,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kvoffload.abc import ByteArray
 from kvoffload.doctor import stores
 from kvoffload.doctor.configuration import PlannedTier
 from kvoffload.doctor.findings import Level
-from kvoffload.tiers.remote.client import Outcome, StoreClient
+from kvoffload.tiers.remote.client import Outcome
 from kvoffload.tiers.remote.config import RemoteTierConfig
 from tests.doctor.rig import QUICK, Diagnosis, diagnose, findings_of, silent_server
 from tests.tiers.mooncake.rig import needs_mooncake
 from tests.tiers.redis.rig import RedisServer, free_port, needs_redis
+from tests.tiers.remote.memory_store import MemoryClient
 
 HERE = "tests.doctor.test_stores"
 PASSWORD, WRONG_PASSWORD = "sesameopen", "sesameshut"
@@ -130,33 +130,16 @@ def test_a_store_that_is_far_away_and_one_that_mixes_values_up() -> None:
     assert found["store.other_bytes"].fix
 
 
-class Values(StoreClient):
-    """Its client."""
-
-    def __init__(self, swaps: bool) -> None:
-        self._swaps = swaps
-        self._values: dict[str, bytes] = {}
-
-    def exists(self, names: Sequence[str]) -> list[Outcome]:
-        return [Outcome.OK if name in self._values else Outcome.MISSING for name in names]
-
+class Swapping(MemoryClient):
     def get(self, names: Sequence[str], buffers: Sequence[Sequence[ByteArray]]) -> list[Outcome]:
-        for name, (buffer,) in zip(names, buffers, strict=True):
-            buffer[:] = np.frombuffer(self._values[name], dtype=np.uint8)
-            if self._swaps:
-                buffer[0] ^= 1
-        return [Outcome.OK] * len(names)
-
-    def put(self, names: Sequence[str], buffers: Sequence[Sequence[ByteArray]]) -> list[Outcome]:
-        self._values |= {name: buffer.tobytes() for name, (buffer,) in zip(names, buffers, strict=True)}
-        return [Outcome.OK] * len(names)
-
-    def remove(self, names: Sequence[str]) -> list[Outcome]:
-        return [Outcome.MISSING if self._values.pop(name, None) is None else Outcome.OK for name in names]
+        outcomes = super().get(names, buffers)
+        for (buffer,) in buffers:
+            buffer[0] ^= 1
+        return outcomes
 
 
-def connect(settings: Mapping[str, Any]) -> Values:
-    return Values(settings["swaps"])
+def connect(settings: Mapping[str, Any]) -> MemoryClient:
+    return Swapping() if settings["swaps"] else MemoryClient()
 
 
 @needs_redis

@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import os
 import pickle
+import platform
 import re
 import signal
 import subprocess
@@ -18,11 +19,11 @@ from typing import Any
 
 import pytest
 
-from kvoffload.abc import ConfigError
+from kvoffload.abc import ByteArray, ConfigError
 from kvoffload.host import limits as memory
+from kvoffload.host import numa, touch
 from kvoffload.host import pool as hostpool
-from kvoffload.host import touch
-from kvoffload.host.limits import Reservation, available_memory, total_memory
+from kvoffload.host.limits import Reservation, available_memory, cpuset_nodes, total_memory
 from kvoffload.host.pool import HostPool, PoolHandle, padded_slot_bytes
 from kvoffload.units import parse_bytes
 
@@ -464,7 +465,7 @@ def test_a_cgroup_of_version_1(root: Path) -> None:
     assert available_memory() == 2 * GIB
 
 
-def numa(root: Path, allowed: str, policy: str = "default") -> None:
+def numa_files(root: Path, allowed: str, policy: str = "default") -> None:
     """Describes two nodes: the first has 10 of the 16 GiB, and 5 of the 8 GiB available."""
     write(root, "proc/self/status", f"Name:\tx\nMems_allowed:\t3\nMems_allowed_list:\t{allowed}\nvoluntary:\t1")
     write(root, "proc/thread-self/numa_maps", f"55aa {policy} file=/bin/x\n66bb bind:1 heap")
@@ -491,7 +492,7 @@ def numa(root: Path, allowed: str, policy: str = "default") -> None:
 def test_memory_of_other_numa_nodes_does_not_count(
     root: Path, allowed: str, policy: str, available: int, total: int
 ) -> None:
-    numa(root, allowed, policy)
+    numa_files(root, allowed, policy)
     assert available_memory() == available * GIB
     assert total_memory() == total * GIB, "one rank's memory policy does not apply to the others"
 
@@ -503,7 +504,7 @@ def test_memory_of_a_gpu_that_linux_counts_does_not_count(
     root: Path, node: str, processors: str, available: int, total: int
 ) -> None:
     """As on GH200, where each GPU is a NUMA node without processors; -1: the GPU's memory is not one."""
-    numa(root, "0-1")
+    numa_files(root, "0-1")
     write(root, "sys/devices/system/node/node1/cpulist", processors)
     write(root, "proc/driver/nvidia/gpus/0009:01:00.0/numa_status", f"Node:   {node}\nStatus: online\n")
     assert available_memory() == available * GIB
@@ -544,7 +545,7 @@ def other(pid: int = 7, nodes: Iterable[int] = ()) -> Reservation:
 
 @pytest.mark.parametrize(("nodes", "counts"), [(set(), True), ({0}, False), ({1}, True), ({0, 1}, True)])
 def test_a_reservation_on_other_numa_nodes_does_not_count(root: Path, nodes: set[int], counts: bool) -> None:
-    numa(root, "0-1", "bind:1")
+    numa_files(root, "0-1", "bind:1")
     assert available_memory([other(nodes=nodes)]) == (2 if counts else 3) * GIB
 
 
@@ -560,3 +561,79 @@ def test_a_reservation_in_another_cgroup_does_not_count(root: Path, cgroup: str,
     if cgroup:
         write(root, "proc/7/cgroup", cgroup)
     assert available_memory([other()]) == available * GIB
+
+
+# The pool's memory policy: it belongs to the memory file, and a container that forbids it does not keep the pool.
+
+
+def policy(slots: ByteArray) -> str:
+    """Returns the memory policy of the mapping that begins with ``slots``."""
+    lines = (line.split() for line in Path("/proc/self/numa_maps").read_text().splitlines())
+    return {words[0]: words[1] for words in lines}[f"{slots.ctypes.data:x}"]
+
+
+@pytest.fixture
+def node() -> int:
+    nodes = cpuset_nodes()
+    if not nodes or not Path("/proc/self/numa_maps").exists():
+        pytest.skip("this machine does not say where its memory is")
+    return min(nodes)
+
+
+def is_allowed(node: int) -> bool:
+    """Whether this process may set memory policies; containers often forbid it."""
+    pool = HostPool(1, SLOT, node)
+    found = policy(pool.data)
+    pool.close()
+    return found != "default"
+
+
+def test_the_policy_holds_for_the_file_and_not_only_for_this_mapping(
+    node: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    if not is_allowed(node):
+        pytest.skip("this process may not set memory policies")
+    with caplog.at_level(logging.INFO):
+        pool = HostPool(NUM_BLOCKS, SLOT, node)
+    again = pool.handle().open()
+    again[0] = 1
+    assert policy(pool.data) == policy(again) == f"prefer:{node}"
+    assert f"allocated on NUMA node {node}" in caplog.text
+    del again
+    pool.close()
+
+
+def test_without_a_node_there_is_no_policy(node: int) -> None:
+    pool = HostPool(NUM_BLOCKS, SLOT)
+    assert policy(pool.data) == "default"
+    pool.close()
+
+
+def test_where_policies_are_forbidden_the_processors_of_the_node_allocate(
+    node: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    before, during = os.sched_getaffinity(0), list[set[int]]()
+    allocate = os.posix_fallocate
+
+    def note(fd: int, offset: int, size: int) -> None:
+        during.append(os.sched_getaffinity(0))
+        allocate(fd, offset, size)
+
+    one = min(before)
+    monkeypatch.setattr(os, "posix_fallocate", note)
+    monkeypatch.setattr(platform, "machine", lambda: "none")
+    monkeypatch.setattr(numa, "_processors", lambda node: frozenset({one, 10_000}))
+    with caplog.at_level(logging.INFO):
+        HostPool(NUM_BLOCKS, SLOT, node).close()
+    assert during == [{one}]
+    assert os.sched_getaffinity(0) == before
+    assert f"by the processors of NUMA node {node}" in caplog.text
+
+
+def test_a_node_that_is_out_of_reach_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    before = os.sched_getaffinity(0)
+    pool = HostPool(NUM_BLOCKS, SLOT, 1000)
+    assert os.fstat(pool.fd).st_blocks * 512 >= pool.nbytes
+    assert os.sched_getaffinity(0) == before
+    assert "--cap-add SYS_NICE" in caplog.text
+    pool.close()

@@ -8,19 +8,28 @@ import json
 import lzma
 import os
 import random
+import stat
+import subprocess
+import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from benchmarks.synthetic import generate
 from kvoffload.lab.readers import FORMATS, read_trace
 from kvoffload.lab.readers.lines import MAX_PROBLEMS_KEPT
 from kvoffload.lab.readers.mooncake import OUTPUT_TOKEN_S
-from kvoffload.lab.trace import Trace, TraceError
-from tests.lab.traces import TRACES, needs_traces
+from kvoffload.lab.replay import ReplayConfig, replay
+from kvoffload.lab.trace import UNKNOWN, Trace, TraceError
+from kvoffload.lab.writer import write_trace
+from tests.lab.traces import TRACES, make_trace, needs_traces
 
 Line = dict[str, Any]
+SAMPLES = Path(__file__).parent / "samples"
+CONVERT = Path(__file__).parents[2] / "examples" / "convert_trace.py"
 
 
 def request(at: float = 0, tokens: int = 1024, ids: list[Any] | None = None, **more: Any) -> Line:
@@ -366,6 +375,61 @@ def test_recorded_traces_that_cannot_be_read(tmp_path: Path) -> None:
         read_trace(write(tmp_path / "d.jsonl", HEADER))
 
 
+# Traces in the formats of others: samples that were made.
+
+
+def sessions_of(trace: Trace) -> list[list[int]]:
+    """Returns the requests of each session, in the order in which sessions are numbered."""
+    return [
+        [request for request in range(trace.num_requests) if trace.sessions[request] == session]
+        for session in range(trace.num_sessions)
+    ]
+
+
+def prefix(trace: Trace, a: int, b: int) -> int:
+    """Returns how many leading blocks two requests share."""
+    one, other = trace.chain(a).tolist(), trace.chain(b).tolist()
+    return next((i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), min(len(one), len(other)))
+
+
+def test_bailian() -> None:
+    path = SAMPLES / "bailian.made.jsonl"
+    trace = read_trace(path)
+    assert (trace.info["format"], trace.block_tokens) == ("bailian", 16)
+    assert trace.times.tolist() == [0, 61.114, 75.5, 80, 99.25]
+    assert trace.sessions.tolist() == [0, 1, 0, 2, 0]
+    assert [len(trace.chain(request)) for request in range(5)] == [6, 2, 9, 3, 4]
+    # An id names a block's own tokens: equal ids after another prefix are other blocks, and one may occur twice.
+    assert [prefix(trace, 0, 1), prefix(trace, 0, 2), prefix(trace, 0, 4)] == [1, 6, 0]
+    assert len(set(trace.chain(0).tolist())) == 6
+    assert not set(trace.chain(0).tolist()) & set(trace.chain(4).tolist())
+    larger = read_trace(path, block_tokens=32)
+    assert [len(larger.chain(request)) for request in range(5)] == [3, 1, 4, 1, 2]
+    assert (prefix(larger, 0, 1), prefix(larger, 0, 2)) == (0, 3)
+    with pytest.raises(TraceError, match=r"block_tokens=40: blocks of bailian\.made\.jsonl have 16 tokens"):
+        read_trace(path, block_tokens=40)
+
+
+def test_conversations_with_text_are_converted(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({chr(i): i for i in range(128)}, []))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    sample, trace_file = SAMPLES / "codex_swebenchpro.made.json", tmp_path / "trace.jsonl"
+    arguments = [str(sample), str(trace_file), str(tmp_path / "tokenizer.json"), "--block-tokens", "64"]
+    subprocess.run([sys.executable, str(CONVERT), *arguments], check=True)
+    trace = read_trace(trace_file, block_tokens=64)
+    assert trace.num_problems == 0
+    first, second = sessions_of(trace)
+    assert (len(first), len(second)) == (3, 2)
+    # Each prompt continues the one before. Both sessions begin with the same 1,180 letters, after "human" and a line
+    # feed: a token each.
+    for request, after in pairwise(first):
+        assert prefix(trace, request, after) == trace.input_tokens[request] // 64
+    assert prefix(trace, first[0], second[0]) == 1186 // 64
+    with pytest.raises(TraceError, match=r"text without block names: .* examples/convert_trace\.py"):
+        read_trace(sample)
+
+
 # Real traces.
 
 
@@ -382,3 +446,99 @@ def test_real_traces(name: str, requests: int, accesses: int, distinct: int) -> 
     trace = read_trace(TRACES / f"{name}.jsonl.gz")
     assert (trace.num_requests, trace.num_accesses, trace.num_distinct) == (requests, accesses, distinct)
     assert (np.diff(trace.times) >= 0).all()
+
+
+# Traces that are written and read back: a replay has the same results.
+
+
+def compare(one: Trace, other: Trace) -> None:
+    for name in ("input_tokens", "output_tokens", "offsets", "blocks", "prompt_blocks", "ids", "tenants"):
+        assert np.array_equal(getattr(one, name), getattr(other, name)), name
+    pairs = set(zip(one.sessions.tolist(), other.sessions.tolist(), strict=True))
+    assert len({a for a, _ in pairs}) == len({b for _, b in pairs}) == len(pairs)
+    assert all((a == UNKNOWN) == (b == UNKNOWN) for a, b in pairs)
+    assert np.allclose(one.times - one.times[0], other.times - other.times[0], rtol=0, atol=1e-6)
+    assert (one.block_tokens, one.tenant_names) == (other.block_tokens, other.tenant_names)
+
+
+def figures(trace: Trace) -> list[dict[str, object]]:
+    device = max(
+        trace.num_distinct // 4, int(max((trace.input_tokens + trace.output_tokens) // trace.block_tokens)) + 2
+    )
+    configs = [
+        ReplayConfig("auto", max(1, trace.num_distinct // 5), device),
+        ReplayConfig("lru", max(1, trace.num_distinct // 10), 0, trace.num_distinct // 3),
+    ]
+    return [replay(trace, config).to_dict() | {"seconds": 0} for config in configs]
+
+
+SOURCES: list[Path | str] = [
+    *sorted(SAMPLES.glob("*.made.jsonl")),
+    "chat",
+    "agent",
+    "documents",
+]
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=[Path(source).name for source in SOURCES])
+def test_every_format_survives(tmp_path: Path, source: Path | str) -> None:
+    trace = generate(source, 60) if isinstance(source, str) else read_trace(source)
+    path = tmp_path / "t.jsonl.gz"
+    assert write_trace(trace, path) == path.stat().st_size
+    again = read_trace(path)
+    compare(trace, again)
+    assert figures(again) == figures(trace)
+    assert path.read_bytes()[:2] == b"\x1f\x8b"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+
+
+def example(times: list[float]) -> Trace:
+    n = len(times)
+    chains = [[1, 2, i + 10] for i in range(n)]
+    sessions = [None if i % 3 == 2 else f"s{i % 3}" for i in range(n)]
+    tenants = [None if i % 2 else "a tenant: \u00e9\ud800" for i in range(n)]
+    return make_trace("t", 16, times, [40] * n, [8] * n, chains, [2 + i % 2 for i in range(n)], sessions, tenants)
+
+
+def test_sessions_tenants_and_prompt_blocks_survive(tmp_path: Path) -> None:
+    trace = example([0.0, 0.0, 1e-7, 1.25, 3e8])
+    write_trace(trace, tmp_path / "t")
+    again = read_trace(tmp_path / "t")
+    compare(trace, again)
+    assert (again.num_sessions, again.num_tenants) == (2, 1)
+    _, *lines = map(json.loads, (tmp_path / "t").read_text().splitlines())
+    assert [line["timestamp"] for line in lines] == [0, 0, 0, 1250, 300_000_000_000]
+    assert [line.get("prompt_blocks") for line in lines] == [None, 3, None, 3, None]
+
+
+def test_an_existing_file_is_kept_unless_forced(tmp_path: Path) -> None:
+    trace, path = example([0.0, 1.0]), tmp_path / "t"
+    path.write_text("precious")
+    with pytest.raises(TraceError, match="exists; name another file, or replace a file with force=True"):
+        write_trace(trace, path)
+    assert path.read_text() == "precious"
+    write_trace(trace, path, force=True)
+    compare(trace, read_trace(path))
+    with pytest.raises(TraceError, match="exists; name another file"):
+        write_trace(trace, tmp_path, force=True)
+    with pytest.raises(TraceError, match=r"none/t: cannot be written: .*; name a file in a folder"):
+        write_trace(trace, tmp_path / "none" / "t")
+
+
+def test_a_file_appears_only_when_it_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "t"
+    path.write_text("precious")
+    trace = example([0.0, 1.0])
+
+    def stop(fd: int) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("os.fsync", stop)
+        with pytest.raises(KeyboardInterrupt):
+            write_trace(trace, path, force=True)
+    assert path.read_text() == "precious"
+    assert list(tmp_path.iterdir()) == [path]
+    write_trace(trace, path, force=True)
+    compare(trace, read_trace(path))

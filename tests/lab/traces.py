@@ -1,4 +1,4 @@
-"""Traces made from lists, and where the recorded traces of real servers are, which some tests replay."""
+"""Traces made from lists, where the recorded traces of real servers are, which some tests replay, and a model."""
 
 from __future__ import annotations
 
@@ -13,6 +13,17 @@ from kvoffload.lab.trace import Trace, TraceBuilder
 
 TRACES = Path(os.environ.get("KVOFFLOAD_TRACES") or "no-folder-of-traces")
 needs_traces = pytest.mark.skipif(not TRACES.is_dir(), reason="KVOFFLOAD_TRACES names no folder")
+LLAMA: dict[str, Any] = {
+    "_name_or_path": "Llama-3.1-8B",
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "torch_dtype": "bfloat16",
+}
+"""A config.json whose KV is 128 KiB per token."""
 
 
 def make_trace(

@@ -27,12 +27,9 @@ def test_native_code_was_compiled(name: str) -> None:
     assert native.load(name) is not None, native.describe()
 
 
-def test_the_version_says_that_native_code_is_switched_off() -> None:
-    assert "plain Python: KVOFFLOAD_NATIVE=0" in describe(KVOFFLOAD_NATIVE="0")
-
-
 def test_the_version_says_what_runs() -> None:
     assert native.describe() in describe()
+    assert "plain Python: KVOFFLOAD_NATIVE=0" in describe(KVOFFLOAD_NATIVE="0")
 
 
 def test_a_module_that_cannot_be_loaded_is_reported(
@@ -87,3 +84,26 @@ def test_without_the_gil_plain_python_runs(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
     assert native.load("_cache") is None
     assert "GIL" in native.describe()
+
+
+WALK = """
+from kvoffload.native import describe
+from tests.suites.stateful import walk
+from tests.cache.{module} import Machine
+assert describe().startswith("plain Python"), describe()
+for seed in range(3):
+    walk(Machine, seed)
+print("walked")
+"""
+
+
+@pytest.mark.parametrize("module", ["test_manager_lru", "test_manager_arc", "test_auto"])
+def test_a_manager_works_without_native_code(module: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", WALK.format(module=module)],
+        env={**os.environ, "KVOFFLOAD_NATIVE": "0"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert (ended.returncode, ended.stdout) == (0, "walked\n"), ended.stderr[-2000:]

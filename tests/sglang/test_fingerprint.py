@@ -80,36 +80,28 @@ def test_ranks_with_replicated_kv_have_the_same_fingerprint() -> None:
     assert ranks[0] == ranks[1]
 
 
-def test_every_byte_of_the_weights_counts(model: Path) -> None:
+@pytest.mark.parametrize(
+    "file", ["model/model.safetensors", "draft/model.safetensors", "scales.json"], ids=["weights", "draft", "scales"]
+)
+def test_every_byte_of_a_file_counts(file: str, model: Path) -> None:
+    draft, scales = model.parent / "draft", model.parent / "scales.json"
+    draft.mkdir()
+    (draft / "model.safetensors").write_bytes(bytes(1000))
+    scales.write_bytes(bytes(1000))
+    arguments = {"model_path": str(model), "speculative_algorithm": "EAGLE", "quantization_param_path": str(scales)}
+    arguments["speculative_draft_model_path"] = str(draft)
+
     def made() -> str:
-        return identity_of(arguments={"model_path": str(model)}, options={"tier": TIER})[0]
+        return identity_of(arguments=arguments, options={"tier": TIER})[0]
 
     mine = made()
     assert made() == mine
-    (model / "model.safetensors").write_bytes(bytes(999) + b"\1")
+    (model.parent / file).write_bytes(bytes(999) + b"\1")
     assert made() != mine
 
 
 def test_the_name_of_the_storage_is_the_model_where_there_is_no_server(model: Path) -> None:
     assert identity_of(options={"tier": TIER}, model_name=str(model))[1]["weights"].startswith("digest:")
-
-
-def test_the_weights_of_a_draft_model_count(model: Path, tmp_path: Path) -> None:
-    draft = tmp_path / "draft"
-    draft.mkdir()
-    (draft / "model.safetensors").write_bytes(b"draft")
-    arguments = {"model_path": str(model), "speculative_algorithm": "EAGLE", "speculative_draft_model_path": str(draft)}
-    mine = identity_of(arguments=arguments, options={"tier": TIER})[0]
-    (draft / "model.safetensors").write_bytes(b"other")
-    assert identity_of(arguments=arguments, options={"tier": TIER})[0] != mine
-
-
-def test_scales_in_a_file_count(tmp_path: Path) -> None:
-    file = tmp_path / "scales.json"
-    file.write_text("1")
-    mine = identity_of(arguments={"quantization_param_path": str(file)})[0]
-    file.write_text("2")
-    assert identity_of(arguments={"quantization_param_path": str(file)})[0] != mine
 
 
 @pytest.mark.parametrize(

@@ -6,29 +6,32 @@ import logging
 import random
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
+from kvoffload.abc import ByteArray, MissReason, OffloadKey, Slots, Tier
+from kvoffload.sglang import KVOffloadStorage, engine, storage
+from kvoffload.sglang import metrics as server_metrics
+from kvoffload.sglang.fingerprint import fingerprint_parts
+from kvoffload.sglang.metrics import ServerMetrics
+from kvoffload.sglang.pools import HostPages
+from kvoffload.tiering.bridge import BridgeSettings, build_bridge
+from kvoffload.tiers.config import TierConfig, TierContext
 from tests.sglang import parts
 from tests.sglang.parts import Rank, extra_config, fill, mamba_pool, mha_pool, mla_pool, page
-
-from kvoffload.abc import MissReason  # isort: skip
-from kvoffload.sglang import KVOffloadStorage, engine, storage  # isort: skip
-from kvoffload.sglang.fingerprint import fingerprint_parts  # isort: skip
-from kvoffload.sglang import metrics as server_metrics  # isort: skip
-from kvoffload.sglang.metrics import ServerMetrics  # isort: skip
-from kvoffload.sglang.pools import HostPages  # isort: skip
-from kvoffload.tiering.bridge import BridgeSettings, build_bridge  # isort: skip
+from tests.sim.memory_tier import MemoryTier, StoredBlock
 
 torch = parts.torch
 PoolTransfer = parts.storage_interface.PoolTransfer
 TRAILING = parts.storage_interface.PoolHitPolicy.TRAILING_PAGES
-HANGING = "tests.sglang.faulty_tiers:HangingConfig"
+HANGING = {"kind": "tests.sglang.test_storage:HangingConfig"}
 
 Start = Callable[..., Rank]
 
@@ -57,6 +60,11 @@ def start(tmp_path: Path) -> Iterator[Start]:
     yield started
     for each in ranks:
         each.close()
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> dict[str, Any]:
+    return {"kind": "shared_dir", "dir": str(tmp_path / "shared"), "bytes": "32MiB"}
 
 
 def tokens(num_pages: int, seed: int = 0, page_size: int = 4) -> list[int]:
@@ -154,13 +162,12 @@ def test_a_call_with_many_pages_is_divided(start: Start) -> None:
 
 @pytest.mark.parametrize("is_in_the_fingerprint", [True, False])
 def test_ranks_do_not_read_what_others_have_stored(
-    is_in_the_fingerprint: bool, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    is_in_the_fingerprint: bool, start: Start, shared: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_in_the_fingerprint:
         # A planted bug: then a rank loads the heads of another.
         monkeypatch.setattr(storage, "fingerprint_parts", lambda *given: {**fingerprint_parts(*given), "tensor": None})
-    entry = {"kind": "shared_dir", "dir": str(tmp_path / "shared"), "bytes": "16MiB"}
-    writer, reader = (start(tier=entry, rank={"tp_rank": i, "tp_size": 2}) for i in range(2))
+    writer, reader = (start(tier=shared, rank={"tp_rank": i, "tp_size": 2}) for i in range(2))
     chain, _ = stored(writer)
     settled(writer)
     deadline = time.monotonic() + (0.5 if is_in_the_fingerprint else 30)
@@ -169,16 +176,15 @@ def test_ranks_do_not_read_what_others_have_stored(
     assert (found == []) == is_in_the_fingerprint
 
 
-def test_ranks_with_the_same_kv_share_it(start: Start, tmp_path: Path) -> None:
-    entry = {"kind": "shared_dir", "dir": str(tmp_path / "shared"), "bytes": "16MiB"}
-    writer, reader = (start(mla_pool(), tier=entry, rank=mla_rank(i)) for i in range(2))
+def test_ranks_with_the_same_kv_share_it(start: Start, shared: Any) -> None:
+    writer, reader = (start(mla_pool(), tier=shared, rank=mla_rank(i)) for i in range(2))
     assert writer.controller.backup_skip is False
     assert reader.controller.backup_skip is True
     chain, want = stored(writer)
     settled(writer)
     wait_until(lambda: loaded(reader, chain) == want)
     # A server with another number of ranks.
-    other = start(mla_pool(), tier=entry, rank={"tp_size": 1, "is_mla": True})
+    other = start(mla_pool(), tier=shared, rank={"tp_size": 1, "is_mla": True})
     wait_until(lambda: loaded(other, chain) == want)
 
 
@@ -231,17 +237,16 @@ def test_a_prefix_ends_at_a_state(start: Start) -> None:
 
 @pytest.mark.parametrize("is_in_the_keys", [True, False])
 def test_ranks_that_share_kv_have_states_of_their_own(
-    is_in_the_keys: bool, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    is_in_the_keys: bool, start: Start, shared: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_in_the_keys:
         # A planted bug: then the last rank finds the state of the first.
         monkeypatch.setattr(storage, "rank_of", lambda *_: "all")
-    entry = {"kind": "shared_dir", "dir": str(tmp_path / "shared"), "bytes": "32MiB"}
     chain, want, ranks = tokens(4), list[bytes](), list[Rank]()
     hashes = parts.page_hashes(chain, None, 4)
     for i in range(2):
         pools = {"kv": mla_pool(), "mamba": mamba_pool()}
-        ranks.append(start(pools, tier=entry, rank=mla_rank(i)))
+        ranks.append(start(pools, tier=shared, rank=mla_rank(i)))
         if i:
             # It knows what the first rank has stored.
             wait_until(lambda: loaded(ranks[-1], chain) != [])
@@ -302,7 +307,7 @@ def test_kv_is_not_kept_behind_a_page_that_another_pool_lacks(start: Start, monk
 # Chains.
 
 
-def test_nothing_is_kept_behind_a_hole(start: Start, tmp_path: Path) -> None:
+def test_nothing_is_kept_behind_a_hole(start: Start) -> None:
     rank, chain = start(), tokens(8)
     hashes = parts.page_hashes(chain, None, 4)
     indices = rank.pools["kv"].alloc(16)
@@ -344,31 +349,23 @@ def test_a_flush_forgets_everything_until_the_next_start(start: Start) -> None:
     assert loaded(again, tokens(6, 7)) == []
 
 
-@pytest.mark.parametrize("is_attached", [True, False])
-def test_a_backend_that_is_attached_again_knows_of_a_flush(is_attached: bool, start: Start) -> None:
+@pytest.mark.parametrize("flushed", ["attached", "detached", ""])
+def test_a_backend_that_is_attached_again_knows_of_a_flush(flushed: str, start: Start) -> None:
     pool = mha_pool()
     rank = start(pool)
     chain, want = stored(rank)
     settled(rank)
-    if is_attached:
+    if flushed == "attached":
         rank.flush()
         assert rank.hits(chain).storage_hit_count == 0
     rank.close()
-    if not is_attached:
+    if flushed == "detached":
         pool.clear()
     # The weights may be others than those in the files, from which the fingerprint is.
     again = start(pool)
-    assert loaded(again, chain) == []
+    assert loaded(again, chain) == ([] if flushed else want)
     again.close()
     assert loaded(start(mha_pool()), chain) == want
-
-
-def test_a_backend_that_is_attached_again_without_a_flush_finds_its_pages(start: Start) -> None:
-    pool = mha_pool()
-    rank = start(pool)
-    chain, want = stored(rank)
-    settled(rank).close()
-    assert loaded(start(pool), chain) == want
 
 
 def test_a_backend_that_a_running_server_attaches_needs_a_fingerprint(
@@ -384,18 +381,15 @@ def test_a_backend_that_a_running_server_attaches_needs_a_fingerprint(
     assert made._transfers._weights == ("/model", "default")
 
 
-def test_other_weights_forget_everything(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("cause", ["other weights", "clear"])
+def test_other_weights_and_clear_forget_everything(cause: str, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     rank = start()
     chain, want = stored(rank)
     assert loaded(rank, chain) == want
-    monkeypatch.setattr(engine, "weights", lambda: ("/model", "2"))
-    assert rank.hits(chain).storage_hit_count == 0
-
-
-def test_clear_forgets_everything(start: Start) -> None:
-    rank = start()
-    chain, _ = stored(rank)
-    assert rank.controller.clear_storage_backend()
+    if cause == "clear":
+        assert rank.controller.clear_storage_backend()
+    else:
+        monkeypatch.setattr(engine, "weights", lambda: ("/model", "2"))
     assert rank.hits(chain).storage_hit_count == 0
 
 
@@ -435,11 +429,10 @@ def test_the_control_hicache_file_returns_flipped_bytes(tmp_path: Path) -> None:
 
 
 def test_a_read_that_hangs_ends_at_the_deadline(start: Start) -> None:
-    entry = {"kind": HANGING}
-    first = start(tier=entry)
+    first = start(tier=HANGING)
     chain, _ = stored(first)
     settled(first).close()
-    again = start(tier=entry, load_deadline_ms=50)
+    again = start(tier=HANGING, load_deadline_ms=50)
     began = time.monotonic()
     assert again.hits(chain).storage_hit_count == 24
     assert loaded(again, chain) == []
@@ -538,7 +531,7 @@ def test_several_threads_may_ask_for_metrics(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_ranks_that_do_not_write_take_no_share_of_the_budget(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Start, shared: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[tuple[int, int]] = []
 
@@ -547,9 +540,8 @@ def test_ranks_that_do_not_write_take_no_share_of_the_budget(
         return build_bridge(*given)
 
     monkeypatch.setattr(storage, "build_bridge", spy)
-    entry = {"kind": "shared_dir", "dir": str(tmp_path / "shared"), "bytes": "16MiB"}
-    reader = start(mla_pool(), tier=entry, rank=mla_rank(1))
-    start({"kv": mla_pool(), "mamba": mamba_pool()}, tier=entry, rank=mla_rank(1))
+    reader = start(mla_pool(), tier=shared, rank=mla_rank(1))
+    start({"kv": mla_pool(), "mamba": mamba_pool()}, tier=shared, rank=mla_rank(1))
     start(rank={"tp_rank": 1, "tp_size": 2})
     assert opened == [(0, 1), (1, 2), (1, 2)]
     info = parts.storage_interface.HiCacheStorageExtraInfo(prefix_keys=[])
@@ -601,3 +593,34 @@ def test_adapters_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "arguments", lambda: {"enable_lora": True})
     with pytest.raises(ValueError, match="--enable-lora"):
         KVOffloadStorage(parts.storage_config(extra_config=extra_config(tier=DISK)), {})
+
+
+# A tier that never ends a read, as an entry of a configuration.
+
+
+class HangingTier(MemoryTier):
+    """Writes at once, and never ends a read: nobody steps its executor. Its blocks outlive it."""
+
+    kept: ClassVar[OrderedDict[OffloadKey, StoredBlock]] = OrderedDict()
+
+    def __init__(self, pools: Sequence[ByteArray], num_blocks: int) -> None:
+        super().__init__(pools, num_blocks)
+        self.blocks = self.kept
+
+    def reset(self) -> None:
+        pass
+
+    def write(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
+        taken = super().write(keys, slots)
+        for key, slot in zip(keys, slots.tolist(), strict=True):
+            if key in taken:
+                self.write_block(key, slot, self.blocks[key])
+        return taken
+
+
+@dataclass(frozen=True, kw_only=True)
+class HangingConfig(TierConfig):
+    kind = "hanging"
+
+    def open(self, context: TierContext) -> Tier:
+        return HangingTier(context.pools, 1000)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Protocol, TypeVar
 
 
@@ -15,9 +14,8 @@ _made: list[Closable] = []
 
 
 def closed_later(made: _Made) -> _Made:
-    """Has ``made`` closed when the test ends, unless another thread has made it. Returns it."""
-    if threading.current_thread() is threading.main_thread():
-        _made.append(made)
+    """Has ``made`` closed when the test ends. Returns it."""
+    _made.append(made)
     return made
 
 

@@ -9,9 +9,7 @@ import pytest
 
 from kvoffload.abc import LookupState, OffloadKey, Slots
 from kvoffload.cache.manager import PolicyOffloadingManager
-from kvoffload.cache.table import BlockTable
 from kvoffload.tiers.catalog import RESTORED_AT_ONCE, Catalog
-from tests.native.twins import PlainBlockTable
 from tests.tiers.disk.rig import key
 
 
@@ -56,41 +54,6 @@ def test_blocks_of_the_medium_are_restored_in_small_shares(monkeypatch: pytest.M
 
 def present(catalog: Catalog, most: int = 40) -> list[int]:
     return np.flatnonzero(catalog.contains(keys(*range(most))) == LookupState.HIT).tolist()
-
-
-@pytest.fixture
-def probes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of keys in each lookup of the table, that of the reference."""
-    monkeypatch.setattr("kvoffload.cache.manager.BlockTable", PlainBlockTable)
-    counts: list[int] = []
-
-    def counted(name: str) -> None:
-        method = getattr(PlainBlockTable, name)
-
-        def look_up(index: BlockTable, sought: Sequence[OffloadKey]) -> object:
-            counts.append(len(sought))
-            return method(index, sought)
-
-        monkeypatch.setattr(PlainBlockTable, name, look_up)
-
-    counted("find_in_transfer")
-    counted("split")
-    return counts
-
-
-def test_a_transfer_looks_each_key_up_once(probes: list[int]) -> None:
-    catalog = make()
-    probes.clear()
-    _, _, slots = catalog.begin_writes(keys(*range(20)), host_slots(20), catalog.num_available)
-    catalog.end_writes(slots, np.ones(20, dtype=np.bool_))
-    assert probes == [20]
-    probes.clear()
-    names, _, slots = catalog.begin_reads(keys(*range(20)), host_slots(20))
-    catalog.end_reads(names, slots, np.ones(20, dtype=np.bool_))
-    assert probes == [20]
-    probes.clear()
-    catalog.touch(keys(*range(20)))
-    assert probes == [20]
 
 
 def test_a_block_that_is_being_read_is_not_read_twice() -> None:

@@ -56,15 +56,10 @@ def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(late, "WATCH_S", 0.05)
 
 
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Returns what makes starts wait for a moment only."""
-
-    def change() -> None:
-        monkeypatch.setattr(opening, "OPEN_DEADLINE_S", 0.2)
-        monkeypatch.setattr(opening, "NOTICE_S", 0.1)
-
-    return change
+def hurry(monkeypatch: pytest.MonkeyPatch, deadline_s: float = 0.2) -> None:
+    """Makes starts wait for a moment only."""
+    monkeypatch.setattr(opening, "OPEN_DEADLINE_S", deadline_s)
+    monkeypatch.setattr(opening, "NOTICE_S", deadline_s / 2)
 
 
 @pytest.fixture
@@ -156,7 +151,7 @@ def frozen(mounts: Mounts) -> Iterator[Frozen]:
 @pytest.mark.parametrize("config", [DiskConfig, SharedDirConfig])
 @pytest.mark.parametrize("exists", [True, False])
 def test_a_frozen_file_system_does_not_hold_up_the_start(
-    frozen: Frozen, config: Any, exists: bool, caplog: pytest.LogCaptureFixture, impatient: Callable[[], None]
+    frozen: Frozen, config: Any, exists: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And what a former server has stored there is found after the thaw."""
     pools = make_pools(4, SLOT)
@@ -166,7 +161,7 @@ def test_a_frozen_file_system_does_not_hold_up_the_start(
             write(open_tier(made, former, pools), KEY)
         caplog.clear()
     frozen.freeze()
-    impatient()
+    hurry(monkeypatch)
     with ExitStack() as opened:
         tier = open_tier(made, opened, pools)
         assert frozen.is_frozen
@@ -250,8 +245,7 @@ def test_tiers_that_hang_are_waited_for_together(
 ) -> None:
     """Those without a directory, too. The control is one that opens: its blocks are found by the first requests."""
     pools = make_pools(4, SLOT)
-    monkeypatch.setattr(opening, "OPEN_DEADLINE_S", 1.0)
-    monkeypatch.setattr(opening, "NOTICE_S", 0.5)
+    hurry(monkeypatch, 1.0)
     working = MemoryTier(pools, 8)
     write(working, KEY)
 
@@ -298,11 +292,7 @@ def test_a_tier_and_its_entry_say_the_same_about_sharing(
 
 @pytest.mark.parametrize("change", ["reset", "delete"])
 def test_what_is_dropped_before_the_tier_opens_is_dropped_in_it(
-    gate: threading.Event,
-    opened: ExitStack,
-    monkeypatch: pytest.MonkeyPatch,
-    change: str,
-    impatient: Callable[[], None],
+    gate: threading.Event, opened: ExitStack, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     """New weights, for example. The control is another block, which a deletion leaves."""
     pools = make_pools(4, SLOT)
@@ -315,7 +305,7 @@ def test_what_is_dropped_before_the_tier_opens_is_dropped_in_it(
         return tier
 
     monkeypatch.setattr(GateConfig, "open", open_filled)
-    impatient()
+    hurry(monkeypatch)
     tier = open_tier(GateConfig(), opened, pools)
     if change == "reset":
         tier.reset()
@@ -326,8 +316,8 @@ def test_what_is_dropped_before_the_tier_opens_is_dropped_in_it(
     assert tier.contains([KEY, OTHER]).tolist() == [MISS, MISS if change == "reset" else HIT]
 
 
-def test_a_tier_that_opens_after_the_end_is_closed(gate: threading.Event, impatient: Callable[[], None]) -> None:
-    impatient()
+def test_a_tier_that_opens_after_the_end_is_closed(gate: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    hurry(monkeypatch)
     pools = make_pools(4, SLOT)
     with ExitStack() as opened:
         tier = open_tier(GateConfig(), opened, pools)
@@ -527,18 +517,6 @@ def no_watch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DiskTier, "look", lambda tier: None)
 
 
-def test_blocks_of_a_lost_directory_count_as_evicted(tmp_path: Path, no_watch: None) -> None:
-    """So chains of which some were written before are looked up from their head, and not continued behind a hole."""
-    disk = DiskOpener(tmp_path)
-    disk.tier.poll()
-    disk.write([KEY, OTHER])
-    disk.tier.poll()
-    assert disk.tier.stats().num_evicted == 0
-    disk.lose()
-    assert disk.tier.stats().num_evicted == 2
-    disk.tier.close()
-
-
 def test_a_block_that_is_written_when_the_directory_is_lost_is_not_announced(tmp_path: Path, no_watch: None) -> None:
     """The control is a block that was written before: its removal is announced."""
     disk = DiskOpener(tmp_path)
@@ -558,7 +536,9 @@ def test_a_block_that_is_written_when_the_directory_is_lost_is_not_announced(tmp
     disk.tier.close()
 
 
-def test_what_tenants_lose_with_a_directory_is_counted(tmp_path: Path, no_watch: None) -> None:
+def test_blocks_of_a_lost_directory_count_as_evicted_and_as_what_tenants_lose(tmp_path: Path, no_watch: None) -> None:
+    """So chains of which some were written before are looked up from their head, and not continued behind a hole."""
+
     def shares(num_blocks: int, block_bytes: int) -> Shares:
         return Shares(("a",), {}, (0,), (num_blocks,), num_blocks, (num_blocks // 2,))
 
@@ -569,7 +549,9 @@ def test_what_tenants_lose_with_a_directory_is_counted(tmp_path: Path, no_watch:
     assert disk.tier.retain([KEY], 1, 60.0) is None
     (before,) = disk.tier.tenant_uses()
     assert (before.num_blocks, before.num_retained, before.num_retained_lost) == (2, 1, 0)
+    assert disk.tier.stats().num_evicted == 0
     disk.lose()
+    assert disk.tier.stats().num_evicted == 2
     (after,) = disk.tier.tenant_uses()
     assert (after.num_blocks, after.num_retained, after.num_retained_lost) == (0, 0, 1)
     disk.tier.close()

@@ -18,11 +18,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvoffload.abc import ByteArray
+from kvoffload.abc import ByteArray, DeviceSpec, LoadStoreSpec, PageGroup, TransferSpec
 from kvoffload.native import load
 from kvoffload.transfer import blocks
 from kvoffload.transfer.blocks import BlockCopier, PlainBlockCopier
-from kvoffload.transfer.copies import Numbers
+from kvoffload.transfer.copies import Numbers, copy_lists
 
 needs_native = pytest.mark.skipif(load("_copies") is None, reason="there is no native code here")
 COPIERS = [PlainBlockCopier, pytest.param(BlockCopier, marks=needs_native)]
@@ -223,26 +223,18 @@ SMALL = Layout(((2, 600, 0, False),), num_blocks=4, num_slots=3, factor=2, shift
 @pytest.mark.parametrize(
     "job",
     [([1, 4], [0, 1], [0, 0]), ([1, -1], [0, 1], [0, 0]), ([1, 2], [0, 3], [0, 0]), ([1, 2], [0, -1], [0, 0])]
-    + [([1, 2], [0, 1], [0, 2]), ([1, 2], [0, 1], [0, -1]), ([1, 1 << 62], [0, 1], [0, 1])],
+    + [([1, 2], [0, 1], [0, 2]), ([1, 2], [0, 1], [0, -1]), ([1, 1 << 62], [0, 1], [0, 1])]
+    + [([1, 2], [0], [0, 0]), ([1], [0], [0, 0]), ([], [0], [0])],
 )
 @pytest.mark.parametrize("make", COPIERS)
-def test_a_place_that_does_not_exist_is_refused_before_anything_is_copied(
+def test_a_job_that_is_not_possible_is_refused_before_anything_is_copied(
     make: type[PlainBlockCopier], job: tuple[list[int], list[int], list[int]], is_store: bool
 ) -> None:
     memory = SMALL.memory()
     before = memory.contents()
-    with pytest.raises(IndexError):
+    with pytest.raises(IndexError if len(set(map(len, job))) == 1 else ValueError):
         copier_of(memory, make).copy(numbers(job[0]), numbers(job[1]), numbers(job[2]), is_store)
     assert memory.contents() == before
-
-
-@pytest.mark.parametrize("make", COPIERS)
-def test_arrays_of_different_lengths_are_refused(make: type[PlainBlockCopier]) -> None:
-    memory = SMALL.memory()
-    copier = copier_of(memory, make)
-    for job in (([1, 2], [0], [0, 0]), ([1], [0], [0, 0]), ([], [0], [0])):
-        with pytest.raises(ValueError):
-            copier.copy(numbers(job[0]), numbers(job[1]), numbers(job[2]), True)
 
 
 @needs_native
@@ -344,16 +336,9 @@ def test_a_thread_that_may_use_one_processor_copies_alone(one_processor: None) -
 
 
 @needs_native
-def test_a_small_job_is_copied_by_one_thread() -> None:
-    memory = SMALL.memory()
-    copier = copier_of(memory, BlockCopier)
-    assert copier.copy_rows(numbers([1, 2]), numbers([1, 1]), numbers([0, 1]), True, True) == 1
-
-
-@needs_native
 def test_the_size_of_a_job_decides_about_the_second_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = SMALL.memory()
-    copier = copier_of(memory, BlockCopier)
+    copier = copier_of(SMALL.memory(), BlockCopier)
+    assert copier.copy_rows(numbers([1, 2]), numbers([1, 1]), numbers([0, 1]), True, True) == 1
     modes = []
     monkeypatch.setattr(type(copier), "copy_rows", lambda self, *arguments: modes.append(arguments[-1]))
     monkeypatch.setattr(blocks, "TWO_THREADS_BYTES", 3 * 1200)
@@ -407,3 +392,73 @@ def test_other_threads_of_python_run_during_a_copy() -> None:
     copier, job = large_copier()
     assert other_thread_runs_during(lambda: copier.copy(*job, True), attempts_s=60)
     assert not other_thread_runs_during(lambda: sum(range(1000)), attempts_s=0.1), "the test finds a lock that is kept"
+
+
+# The copies of a job: those of a count one by one, or an error.
+
+FACTORS = (1, 3, 2)
+NUM_BLOCKS = (20, 0, 9)
+"""The rank has no layer of the second group."""
+NUM_SLOTS = 12
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> TransferSpec:
+    """Returns a job, which often is possible."""
+    parts = draw(st.tuples(*(st.tuples(st.integers(0, 5), st.integers(0, 7)) for _ in FACTORS)))
+    sizes, firsts = tuple(size for size, _ in parts), tuple(first for _, first in parts)
+    if draw(st.integers(0, 9)) == 0:
+        sizes = sizes[:-1]
+    blocks = [draw(st.integers(0, NUM_BLOCKS[g] or 99)) for g, size in enumerate(sizes) for _ in range(size)]
+    needed = sum(
+        -(-(first % factor + size) // factor)
+        for size, first, factor in zip(sizes, firsts, FACTORS, strict=False)
+        if size
+    )
+    num_slots = needed + (draw(st.integers(-1, 1)) if draw(st.integers(0, 9)) == 0 else 0)
+    slots = draw(st.lists(st.integers(0, NUM_SLOTS), min_size=max(num_slots, 0), max_size=max(num_slots, 0)))
+    device = DeviceSpec(np.array(blocks, dtype=np.int64), sizes, firsts)
+    return TransferSpec("r", LoadStoreSpec("CPU", np.array(slots, dtype=np.int64)), device)
+
+
+def rows_of(spec: TransferSpec) -> list[tuple[int, int, int, int]] | None:
+    """Returns group, device block, slot and part of each copy, one by one; None if the job is not possible."""
+    device, slots, blocks = spec.device, spec.host.slots.tolist(), spec.device.block_ids.tolist()
+    if len(device.group_sizes) != len(FACTORS):
+        return None
+    rows, used, taken = [], 0, 0
+    for g, (size, first, factor) in enumerate(zip(device.group_sizes, device.block_indices, FACTORS, strict=True)):
+        for i in range(size):
+            at = used + (first % factor + i) // factor
+            if at >= len(slots):
+                return None
+            if NUM_BLOCKS[g]:
+                if not (0 <= blocks[taken] < NUM_BLOCKS[g] and 0 <= slots[at] < NUM_SLOTS):
+                    return None
+                rows.append((g, blocks[taken], slots[at], (first % factor + i) % factor))
+            taken += 1
+        used += -(-(first % factor + size) // factor) if size else 0
+    return rows if (used, taken) == (len(slots), len(blocks)) else None
+
+
+GROUPS = [
+    PageGroup([np.zeros((n, 8), np.uint8)] if n else [], factor) for factor, n in zip(FACTORS, NUM_BLOCKS, strict=True)
+]
+
+
+def lists_of(spec: TransferSpec) -> list[tuple[int, int, int, int]] | None:
+    """Returns what ``copy_lists`` makes of a job, as ``rows_of`` does."""
+    try:
+        lists = copy_lists(spec, GROUPS, NUM_SLOTS)
+    except ValueError:
+        return None
+    return [
+        (copies.group, *row)
+        for copies in lists
+        for row in zip(copies.device_blocks.tolist(), copies.slots.tolist(), copies.parts.tolist(), strict=True)
+    ]
+
+
+@given(specs())
+def test_a_job_has_the_copies_of_a_count_one_by_one_or_an_error(spec: TransferSpec) -> None:
+    assert lists_of(spec) == rows_of(spec)

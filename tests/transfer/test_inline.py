@@ -1,4 +1,4 @@
-"""InlineTransfer: bytes that are stored and loaded again are unchanged."""
+"""InlineTransfer: bytes that are stored and loaded again are unchanged, also by the rank that only loads."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gc
 import logging
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from kvoffload.abc import ByteArray, PageGroup, TransferSpec
 from kvoffload.host.pool import padded_slot_bytes
 from kvoffload.transfer import inline
+from kvoffload.transfer.follower import FollowerTransfer
 from kvoffload.transfer.inline import InlineTransfer
 from tests.clock import Clock
 from tests.transfer.specs import job
@@ -79,35 +81,24 @@ def test_a_busy_step_copies_for_a_share_of_its_time(busy: bool, per_poll: int) -
     assert [pool[i, :48].tobytes() for i in range(8)] == [block(views, i) for i in range(8)]
 
 
-def test_a_piece_takes_blocks_of_several_jobs() -> None:
+@pytest.mark.parametrize(
+    ("blocks", "jobs", "polls"),
+    [
+        pytest.param(3, [([0, 1], True), ([], True), ([2, 3], True)], [[1, 2], [3], []], id="several jobs"),
+        pytest.param(0, [([0, 1], True), ([2, 3], False), ([4], False)], [[], [2], [3], [], [1]], id="loads go first"),
+        *(
+            pytest.param(blocks, [(range(4), True)], [[]] * (num_polls - 1) + [[1]], id=f"{blocks} blocks")
+            for blocks, num_polls in ((1, 4), (1.5, 2), (3, 2), (4, 1), (100, 1))
+        ),
+    ],
+)
+def test_a_piece_is_as_many_whole_blocks_as_it_needs(blocks: float, jobs: Any, polls: list[list[int]]) -> None:
     views = merged_layers()
-    piece_bytes = 3 * len(block(views, 0))
+    piece_bytes = max(1, int(blocks * len(block(views, 0))))
     transfer = InlineTransfer([PageGroup(views)], make_pool(views, 1), Clock(), piece_bytes)
-    transfer.submit(1, job([0, 1], [0, 1]), is_store=True)
-    transfer.submit(2, job([], []), is_store=True)
-    transfer.submit(3, job([2, 3], [2, 3]), is_store=True)
-    polls = [[result.job_id for result in transfer.poll(busy=True)] for _ in range(3)]
-    assert polls == [[1, 2], [3], []]
-
-
-@pytest.mark.parametrize(("blocks", "polls"), [(1, 4), (1.5, 2), (3, 2), (4, 1), (100, 1)])
-def test_a_piece_is_as_many_whole_blocks_as_it_needs(blocks: float, polls: int) -> None:
-    views = merged_layers()
-    piece_bytes = int(blocks * len(block(views, 0)))
-    transfer = InlineTransfer([PageGroup(views)], make_pool(views, 1), Clock(), piece_bytes)
-    transfer.submit(1, job(range(4), range(4)), is_store=True)
-    ended = [[result.job_id for result in transfer.poll(busy=True)] for _ in range(polls)]
-    assert ended == [[]] * (polls - 1) + [[1]]
-
-
-def test_loads_go_before_stores() -> None:
-    views = merged_layers()
-    transfer = InlineTransfer([PageGroup(views)], make_pool(views, 1), Clock(), piece_bytes=1)
-    transfer.submit(1, job([0, 1], [0, 1]), is_store=True)
-    transfer.submit(2, job([2, 3], [2, 3]), is_store=False)
-    transfer.submit(3, job([4], [4]), is_store=False)
-    polls = [[result.job_id for result in transfer.poll(busy=True)] for _ in range(5)]
-    assert polls == [[], [2], [3], [], [1]]
+    for job_id, (slots, is_store) in enumerate(jobs, 1):
+        transfer.submit(job_id, job(slots, slots), is_store)
+    assert [[result.job_id for result in transfer.poll(busy=True)] for _ in polls] == polls
 
 
 def test_waiting_finishes_only_the_given_jobs() -> None:
@@ -147,3 +138,20 @@ def test_layers_live_as_long_as_the_transfer() -> None:
     gc.collect()
     assert all(ref() is not None for ref in alive), "the transfer would copy from freed memory"
     transfer.close()
+
+
+def test_a_follower_loads_what_the_leader_has_stored_and_stores_nothing() -> None:
+    leading, following = [noise(BLOCKS, 16)], [np.zeros((BLOCKS, 16), dtype=np.uint8)]
+    pool = make_pool(leading, 1)
+    leader = InlineTransfer([PageGroup(leading)], pool)
+    follower = FollowerTransfer(InlineTransfer([PageGroup(following)], pool))
+    for transfer in (follower, leader):
+        transfer.submit(1, job([4, 2], [7, 3]), True)
+        (result,) = transfer.poll(busy=False)
+        assert (result.job_id, result.ok, result.nbytes) == (1, True, 32 if transfer is leader else 0)
+        assert transfer.poll(busy=False) == []
+        assert pool.any() == (transfer is leader)
+    follower.submit(2, job([4, 2], [0, 1]), False)
+    (result,) = follower.poll(busy=False)
+    assert (result.job_id, result.ok, result.nbytes) == (2, True, 32)
+    np.testing.assert_array_equal(following[0][[0, 1]], leading[0][[7, 3]])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import struct
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,9 @@ import numpy as np
 
 from kvoffload.abc import ByteArray, LookupState, OffloadKey, TierError, TierResult
 from kvoffload.testing.tier_conformance import make_pools
+from kvoffload.tiers.checksum import sealed
 from kvoffload.tiers.disk.directory import DirectoryStorage
-from kvoffload.tiers.disk.format import HEADER_BYTES, Header
+from kvoffload.tiers.disk.format import FORMAT_VERSION, HEADER_BYTES, Header
 from kvoffload.tiers.disk.layout import FIXED_BYTES, SLAB_OVERHEAD_BYTES, slot_cost
 from kvoffload.tiers.disk.storage import Storage
 from kvoffload.tiers.disk.tier import DiskSettings, DiskTier
@@ -138,6 +141,14 @@ def header_of(rig: Rig) -> Header:
     return Header.unpack(np.fromfile(rig.folder / "index", dtype=np.uint8, count=HEADER_BYTES))
 
 
+def bytes_in(storage: Storage, name: str) -> ByteArray:
+    """Returns all bytes of a file of FINGERPRINT."""
+    with closing(storage.open(FINGERPRINT, name)) as file:
+        data = np.zeros(file.size(), dtype=np.uint8)
+        file.read([data], 0)
+    return data
+
+
 def patch(path: Path, offset: int, data: bytes) -> None:
     with path.open("r+b") as file:
         file.seek(offset)
@@ -161,3 +172,25 @@ def spoil(path: Path) -> None:
     data = np.fromfile(path, dtype=np.uint8)
     data[::512] ^= 1
     path.write_bytes(data.tobytes())
+
+
+RECORD = struct.Struct("<IHH12sIQ64sQIIQ")
+MAGIC = int.from_bytes(b"kvob", "little")
+
+
+def pack_record(header: Header, key: OffloadKey, *, sequence: int, stored_at: int, payload_checksum: int) -> ByteArray:
+    """Returns the record of a slot with a block, RECORD_BYTES bytes."""
+    body = RECORD.pack(
+        MAGIC,
+        FORMAT_VERSION,
+        len(key),
+        header.fingerprint_id,
+        header.block_bytes,
+        header.generation,
+        key,
+        sequence,
+        stored_at,
+        0,
+        payload_checksum,
+    )
+    return sealed(body)

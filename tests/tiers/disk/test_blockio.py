@@ -16,7 +16,7 @@ from kvoffload.tiers.disk.recovery import open_files
 from tests.sim.executor import SteppedExecutor
 from tests.sim.shared_storage import SimulatedStorage
 from tests.sim.storage import FaultRates, FaultyStorage
-from tests.tiers.disk.rig import FINGERPRINT, PAGE, capacity
+from tests.tiers.disk.rig import FINGERPRINT, PAGE, bytes_in, capacity
 
 NUM_SLOTS = 12
 READ_SLOT = 32
@@ -62,16 +62,9 @@ class Rig:
         assert self.io.submit(self.batch(slots, READ_SLOT), is_read=True) == len(slots)
         return outcome(self.take())
 
-    def data(self, name: str) -> ByteArray:
-        file = self.storage.open(FINGERPRINT, name)
-        data = np.zeros(file.size(), dtype=np.uint8)
-        file.read([data], 0)
-        file.close()
-        return data
-
     def recorded(self) -> list[int]:
         """The slots that have valid records."""
-        entries = parse_records(self.files.index.header, self.data("index")[HEADER_BYTES:])
+        entries = parse_records(self.files.index.header, bytes_in(self.storage, "index")[HEADER_BYTES:])
         assert entries.keys == [key(slot) for slot in entries.slots.tolist()]
         return sorted(entries.slots.tolist())
 

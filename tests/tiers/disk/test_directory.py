@@ -10,7 +10,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -173,28 +173,22 @@ def test_only_the_owner_can_open_files_and_folders(storage: DirectoryStorage) ->
     assert stat.S_IMODE(storage.path.stat().st_mode) == stat.S_IMODE((storage.path / "a").stat().st_mode) == 0o700
 
 
-def test_a_root_that_is_a_link_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "real").mkdir()
-    (tmp_path / "link").symlink_to("real")
-    with pytest.raises(ConfigError, match=r"^dir=.*link.*symbolic link"):
-        DirectoryStorage(tmp_path / "link")
-    DirectoryStorage(tmp_path / "real").close()
+only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user and gives files away")
 
 
-@pytest.mark.parametrize("mode", [0o770, 0o702, 0o1777])
-def test_a_root_that_others_can_write_to_is_refused(tmp_path: Path, mode: int) -> None:
-    (tmp_path / "open").mkdir()
-    (tmp_path / "open").chmod(mode)
-    with pytest.raises(ConfigError, match=r"others can write to it.*chmod 700"):
-        DirectoryStorage(tmp_path / "open")
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives directories away")
-def test_a_root_of_another_user_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "theirs").mkdir(mode=0o700)
-    os.chown(tmp_path / "theirs", 12345, 12345)
-    with pytest.raises(ConfigError, match="belongs to user 12345"):
-        DirectoryStorage(tmp_path / "theirs")
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda path: path.symlink_to(path.rename(path.with_name("real"))), r"^dir=.*disk.*symbolic link"),
+        *((lambda path, mode=mode: path.chmod(mode), "others can write.*chmod 700") for mode in (0o770, 0o702, 0o1777)),
+        pytest.param(lambda path: os.chown(path, 12345, 12345), "belongs to user 12345", marks=only_root),
+    ],
+)
+def test_a_root_that_others_can_change_is_refused(tmp_path: Path, spoil: Callable[[Path], object], said: str) -> None:
+    DirectoryStorage(tmp_path / "disk").close()
+    spoil(tmp_path / "disk")
+    with pytest.raises(ConfigError, match=said):
+        DirectoryStorage(tmp_path / "disk")
 
 
 def test_files_open_to_others_are_closed_to_them(storage: DirectoryStorage, caplog: pytest.LogCaptureFixture) -> None:
@@ -216,7 +210,7 @@ def test_files_open_to_others_are_closed_to_them(storage: DirectoryStorage, capl
     other.close()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+@only_root
 @pytest.mark.parametrize("name", ["a", "a/f"])
 def test_files_of_another_user_are_refused(storage: DirectoryStorage, name: str) -> None:
     storage.open("a", "f", create=True).close()
@@ -307,25 +301,14 @@ def test_a_lock_of_a_process_on_another_machine_names_no_process_to_end(storage:
     with subprocess.Popen([sys.executable, "-c", HOLD, str(storage.path)], stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == b"locked\n"
+        with pytest.raises(ConfigError, match=rf"in use by process {other.pid} since.*its own directory"):
+            storage.lock()
         (storage.path / LOCK_NAME).write_text(
             f"process {os.getppid()} since 2026-01-01 00:00:00, started by process 1\n"
         )
         with pytest.raises(ConfigError, match="give each server its own directory"):
             storage.lock(deadline_s=0)
         other.kill()
-
-
-def test_two_processes_cannot_own_a_directory_and_a_killed_one_owns_nothing(storage: DirectoryStorage) -> None:
-    with subprocess.Popen([sys.executable, "-c", HOLD, str(storage.path)], stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == b"locked\n"
-        with pytest.raises(ConfigError, match=rf"in use by process {other.pid} since.*its own directory"):
-            storage.lock()
-        other.send_signal(signal.SIGKILL)
-    storage.lock()
-    storage.lock()
-    with pytest.raises(ConfigError, match=f"process {os.getpid()}"):
-        DirectoryStorage(storage.path).lock()
 
 
 FORK = """
@@ -360,16 +343,17 @@ def test_a_forked_child_of_a_killed_owner_owns_nothing(storage: DirectoryStorage
 
 def test_the_end_of_a_forked_child_leaves_the_lock(storage: DirectoryStorage) -> None:
     storage.lock()
+    storage.lock()
     child = os.fork()
     if not child:
         storage.close()
         os._exit(0)
     os.waitpid(child, 0)
-    with pytest.raises(ConfigError, match="in use"):
+    with pytest.raises(ConfigError, match=f"in use by process {os.getpid()}"):
         DirectoryStorage(storage.path).lock(deadline_s=0.0)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
+@only_root
 def test_others_cannot_lock_a_directory_that_they_can_read(storage: DirectoryStorage) -> None:
     """Neither while a server runs nor while it starts."""
     storage.path.chmod(0o755)
@@ -412,23 +396,16 @@ def held_by(pid: int) -> bool:
     return any(line.split()[4] == str(pid) for line in Path("/proc/locks").read_text().splitlines() if "->" not in line)
 
 
-def test_shared_owners_exclude_others_only(storage: DirectoryStorage) -> None:
+def test_shared_owners_exclude_others_and_one_of_them_at_a_time_is_alone(storage: DirectoryStorage) -> None:
     first, second = DirectoryStorage(storage.path), DirectoryStorage(storage.path)
     first.lock(shared=True)
     second.lock(shared=True)
     with pytest.raises(ConfigError, match="in use"):
         storage.lock()
+    with first.alone(), pytest.raises(ConfigError, match="another process"), second.alone(0.02):
+        pass
+    with second.alone():
+        pass
     first.close()
     second.close()
     storage.lock()
-
-
-def test_alone_excludes_other_processes(storage: DirectoryStorage) -> None:
-    other = DirectoryStorage(storage.path)
-    storage.lock(shared=True)
-    other.lock(shared=True)
-    with storage.alone(), pytest.raises(ConfigError, match="another process"), other.alone(0.02):
-        pass
-    with other.alone():
-        pass
-    other.close()

@@ -24,7 +24,7 @@ from kvoffload.tiers.disk.format import (
     slab_name,
     slab_number,
 )
-from tests.tiers.disk.records import pack_record
+from tests.tiers.disk.rig import pack_record
 
 HEADER = Header("0123456789abcdef" * 4, (4096, 12288), 7, 0x1122334455667788)
 KEYS = [bytes([i]) * 44 for i in range(1, 6)]

@@ -27,8 +27,7 @@ from kvoffload.tiers.disk.layout import SlotLayout
 from kvoffload.tiers.disk.storage import Storage
 from tests.sim.shared_storage import SimulatedStorage
 from tests.sim.storage import FaultRates, FaultyStorage
-from tests.tiers.disk.records import pack_record
-from tests.tiers.disk.rig import key
+from tests.tiers.disk.rig import key, pack_record
 
 HEADER = Header("ab" * 32, (4096,), 100, 7)
 
@@ -74,6 +73,14 @@ class Rig:
         return dict(zip(entries["slot"].tolist(), entries["digest"].tolist(), strict=True))
 
 
+def followed() -> Rig:
+    """Returns a journal of which a follower knows all."""
+    rig = Rig()
+    rig.write()
+    rig.follow()
+    return rig
+
+
 def digest(number: int) -> int:
     return int(digests_of([key(number)])[0])
 
@@ -94,9 +101,7 @@ def test_a_follower_reads_what_was_noted() -> None:
 
 
 def test_the_ring_wraps_and_a_follower_that_fell_behind_notices() -> None:
-    rig = Rig()
-    rig.write()
-    rig.follow()
+    rig = followed()
     rng = Random(1)
     number = 0
     behind = 0
@@ -120,25 +125,13 @@ def test_the_ring_wraps_and_a_follower_that_fell_behind_notices() -> None:
     assert behind
 
 
-def test_more_changes_than_half_of_the_ring_begin_an_epoch() -> None:
-    rig = Rig()
-    rig.write()
-    rig.follow()
-    for slot in range(MIN_ENTRIES // 2 + 1):
-        rig.journal.note(slot, record(slot + 1))
-    rig.write()
-    assert rig.follow() is None
-    rig.journal.note(3, record(5))
-    rig.write()
-    assert rig.follow() == {3: digest(5)}
-
-
-def test_notes_are_bounded_and_what_is_lost_begins_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal, "MAX_PENDING", 3)
-    rig = Rig()
-    rig.write()
-    rig.follow()
-    for slot in range(5):
+@pytest.mark.parametrize(("most", "changes"), [(journal.MAX_PENDING, MIN_ENTRIES // 2 + 1), (3, 5)])
+def test_more_changes_than_half_of_the_ring_or_than_are_kept_begin_an_epoch(
+    monkeypatch: pytest.MonkeyPatch, most: int, changes: int
+) -> None:
+    monkeypatch.setattr(journal, "MAX_PENDING", most)
+    rig = followed()
+    for slot in range(changes):
         rig.journal.note(slot, record(slot + 1))
     rig.write()
     assert rig.follow() is None
@@ -164,9 +157,7 @@ def test_a_failed_write_is_made_up_for_by_an_epoch(fault: str) -> None:
 
 @pytest.mark.parametrize("byte", [0, 9, 17, 24, 28, 33])
 def test_a_damaged_or_old_entry_is_not_taken(byte: int) -> None:
-    rig = Rig()
-    rig.write()
-    rig.follow()
+    rig = followed()
     rig.journal.note(3, record(5))
     rig.write()
     at = JOURNAL_HEADER_BYTES + byte

@@ -16,16 +16,12 @@ from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.disk.start import open_disk_tier
 from tests.scale import scaled
 from tests.tiers.disk import kill_server
+from tests.tiers.disk.rig import du
 
 KILLS = scaled(6)
 BUDGET = 4 << 20
 DEADLINE_S = 300.0
 ROOT = Path(__file__).resolve().parents[3]
-
-
-def taken(directory: Path) -> int:
-    """Returns the bytes of the medium that all files under ``directory`` take."""
-    return sum(path.stat().st_blocks * 512 for path in directory.rglob("*") if path.is_file())
 
 
 def start(directory: Path, seed: int, said: Path) -> subprocess.Popen[bytes]:
@@ -54,7 +50,7 @@ def test_a_server_killed_at_any_moment_starts_again_without_wrong_bytes(tmp_path
             while until is None or time.monotonic() < until:
                 errors = said.with_suffix(".errors").read_text()
                 assert server.poll() is None, f"after {number} kills: {errors}"
-                assert taken(directory) <= BUDGET
+                assert du(directory) <= BUDGET
                 if until is None and "serving" in said.read_text() and len(ended(said)) >= wanted:
                     until = time.monotonic() + later
                 assert until is not None or time.monotonic() < deadline, f"after {number} kills, it hangs: {errors}"
@@ -65,7 +61,7 @@ def test_a_server_killed_at_any_moment_starts_again_without_wrong_bytes(tmp_path
         errors = said.with_suffix(".errors").read_text()
         assert "Error" not in errors, errors
         engines += ended(said)
-        assert taken(directory) <= BUDGET
+        assert du(directory) <= BUDGET
         names = {path.name for path in directory.rglob("*") if path.is_file()}
         assert names <= {"lock", "index", "recency"} | {name for name in names if name.startswith("slab-")}
     assert engines, "no engine has ended: the server was killed too early for the test to mean anything"

@@ -24,8 +24,19 @@ from kvoffload.tiers.disk.start import open_disk_tier
 from tests.sim.shared_storage import SimulatedStorage
 from tests.sim.storage import FaultyStorage
 from tests.tiers.conftest import Mounts
-from tests.tiers.disk.records import pack_record
-from tests.tiers.disk.rig import FINGERPRINT, OTHERS, PAGE, Rig, capacity, content, du, header_of, key, patch
+from tests.tiers.disk.rig import (
+    FINGERPRINT,
+    OTHERS,
+    PAGE,
+    Rig,
+    capacity,
+    content,
+    du,
+    header_of,
+    key,
+    pack_record,
+    patch,
+)
 
 SLAB = 4 * PAGE
 BUDGET = capacity(16, num_slabs=4)
@@ -278,21 +289,23 @@ def test_files_of_another_user_are_not_trusted(tmp_path: Path, caplog: pytest.Lo
 
 @pytest.mark.parametrize("engines", [1, 2])
 @pytest.mark.parametrize(
-    "wrong",
+    ("wrong", "said"),
     [
-        {"fingerprint": "short"},
-        {"capacity_bytes": 100},
-        {"capacity_bytes": 1 << 60},
-        {"pools": []},
-        {"policy": "none"},
+        ({"fingerprint": "short"}, "fingerprint"),
+        ({"capacity_bytes": 100}, "bytes="),
+        ({"capacity_bytes": 1 << 60}, "bytes="),
+        ({"pools": []}, "pools"),
+        ({"pools": make_pools(2, 1000)}, "multiples of 4096"),
+        ({"pools": make_pools(2, PAGE, 100)}, "multiples of 4096"),
+        ({"policy": "none"}, "policy"),
     ],
 )
-def test_a_refused_start_closes_every_file(tmp_path: Path, engines: int, wrong: dict[str, Any]) -> None:
+def test_a_refused_start_closes_every_file(tmp_path: Path, engines: int, wrong: dict[str, Any], said: str) -> None:
     context = TierContext(make_pools(2, PAGE), FINGERPRINT, engines=engines)
     others = dict(wrong)
     capacity_bytes = others.pop("capacity_bytes", 4 << 20)
     before = os.listdir("/proc/self/fd")
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match=said):
         open_disk_tier(tmp_path / "disk", capacity_bytes, replace(context, **others))
     assert os.listdir("/proc/self/fd") == before
     open_disk_tier(tmp_path / "disk", 4 << 20, context).close()

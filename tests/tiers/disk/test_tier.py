@@ -34,7 +34,6 @@ from kvoffload.tiers.limited_log import WARNING_INTERVAL_S
 from tests.sim.executor import Killed
 from tests.sim.shared_storage import SimulatedStorage
 from tests.sim.storage import FaultRates, FaultyStorage
-from tests.tiers.disk.records import pack_record
 from tests.tiers.disk.rig import (
     FINGERPRINT,
     OTHERS,
@@ -45,6 +44,7 @@ from tests.tiers.disk.rig import (
     du,
     header_of,
     key,
+    pack_record,
     patch,
 )
 
@@ -117,7 +117,7 @@ def fill(rig: Rig, num_slots: int) -> list[int]:
     rig.open()
     for name in range(12):
         rig.write(name)
-    slots = rig.tier.catalog._table.find([key(name) for name in range(12)])
+    slots = rig.tier.catalog.manager.table.find([key(name) for name in range(12)])
     return np.flatnonzero(slots < num_slots).tolist()
 
 
@@ -298,22 +298,6 @@ def test_a_slot_that_has_a_new_block_is_not_emptied_for_the_old_one(rig: Rig) ->
     rig.check_reads(1, 4, 5, 6)
 
 
-def test_no_later_process_finds_blocks_from_before_or_after_a_reset(rig: Rig) -> None:
-    rig.open()
-    rig.write(1, 2)
-    rig.tier.reset()
-    assert rig.present() == []
-    rig.write(2, 3)
-    rig.check_reads(2, 3)
-    rig.tier.reset()
-    rig.write(4)
-    rig.open()
-    assert rig.present() == []
-    rig.write(1, 5)
-    rig.open()
-    rig.check_reads(1, 5)
-
-
 def test_after_a_kill_at_any_moment_only_right_blocks_are_found(tmp_path: Path) -> None:
     """Version 0 stands for the weights that every process loads, version 1 for those that it is given later."""
     num_operations, found = 0, []
@@ -358,38 +342,22 @@ def test_after_a_kill_at_any_moment_only_right_blocks_are_found(tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("impatient")
-def test_two_tiers_cannot_share_a_directory(tmp_path: Path) -> None:
-    tier = open_disk_tier(tmp_path / "disk", 1 << 20, TierContext(make_pools(2, PAGE), FINGERPRINT))
-    for engines in (1, 2):
-        with pytest.raises(ConfigError, match=rf"in use by process {os.getpid()}"):
-            open_disk_tier(tmp_path / "disk", 1 << 20, TierContext(make_pools(2, PAGE), OTHERS[0], engines=engines))
-    tier.close()
-    open_disk_tier(tmp_path / "disk", 1 << 20, TierContext(make_pools(2, PAGE), OTHERS[0])).close()
-
-
-def test_pools_that_do_not_fit_a_disk_are_refused(tmp_path: Path) -> None:
-    for pools in ([], make_pools(2, 1000), make_pools(2, PAGE, 100)):
-        with pytest.raises(ConfigError, match=r"pools|multiples of 4096"):
-            open_disk_tier(tmp_path / "disk", 1 << 20, TierContext(pools, FINGERPRINT))
-
-
-@pytest.mark.usefixtures("impatient")
-def test_each_engine_has_a_folder_and_a_share(tmp_path: Path) -> None:
-    path, budget = tmp_path / "disk", 2 << 20
+@pytest.mark.parametrize("engines", [1, 2])
+def test_no_two_tiers_share_a_directory_and_each_engine_has_a_folder_and_a_share(tmp_path: Path, engines: int) -> None:
+    path, budget, pools = tmp_path / "disk", 2 << 20, make_pools(2, PAGE)
     tiers = [
-        open_disk_tier(path, budget, TierContext(make_pools(2, PAGE), FINGERPRINT, engine=engine, engines=2))
-        for engine in (0, 1)
+        open_disk_tier(path, budget, TierContext(pools, FINGERPRINT, engine=engine, engines=engines))
+        for engine in range(engines)
     ]
-    assert sorted(child.name for child in path.iterdir()) == ["engine-0", "engine-1", "lock", "lock-start"]
-    assert [tier.stats().capacity_bytes for tier in tiers] == [budget // 2] * 2
-    with pytest.raises(ConfigError, match=r"engine-1.*in use"):
-        open_disk_tier(path, budget, TierContext(make_pools(2, PAGE), FINGERPRINT, engine=1, engines=2))
-    with pytest.raises(ConfigError, match="in use"):
-        open_disk_tier(path, budget, TierContext(make_pools(2, PAGE), FINGERPRINT))
-    tiers[0].close()
-    with pytest.raises(ConfigError, match="in use"):
-        open_disk_tier(path, budget, TierContext(make_pools(2, PAGE), FINGERPRINT, engine=0, engines=1))
-    tiers[1].close()
+    folders = [FINGERPRINT] if engines == 1 else ["engine-0", "engine-1"]
+    assert sorted(child.name for child in path.iterdir() if child.is_dir()) == folders
+    assert [tier.stats().capacity_bytes for tier in tiers] == [budget // engines] * engines
+    for tier in tiers:
+        for count in (1, 2):
+            with pytest.raises(ConfigError, match=rf"in use by process {os.getpid()}"):
+                open_disk_tier(path, budget, TierContext(pools, OTHERS[0], engine=count - 1, engines=count))
+        tier.close()
+    open_disk_tier(path, budget, TierContext(pools, OTHERS[0])).close()
 
 
 def test_blocks_of_another_number_of_engines_are_removed(tmp_path: Path) -> None:

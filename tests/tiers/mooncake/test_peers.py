@@ -20,6 +20,7 @@ from kvoffload.abc import ByteArray, TierError
 from kvoffload.tiers.remote.worker import ROWS_BYTES
 from tests.tiers.mooncake.rig import Master, needs_mooncake, segment
 from tests.tiers.mooncake.test_store import KEYS, Server
+from tests.tiers.remote.hostile import clients
 
 INTRUDER = Path(__file__).with_name("intruder.py")
 NEEDLE = bytes(np.random.default_rng(9).integers(0, 256, 32, dtype=np.uint8))
@@ -28,7 +29,7 @@ SEGMENT_BYTES = 16 << 20
 CONNECT_TIMEOUT_S = 0.2
 ADDRESSES = ("127.0.0.1", "127.0.0.2", "127.0.0.3", "::1")
 LISTEN = f"""
-import json, socket, sys
+import json, os, socket, sys
 from kvoffload.tiers.mooncake.listening import listening_only_on
 
 def new():
@@ -42,9 +43,10 @@ def accepted(listening):
             continue
         yield address
 
-older = new()
+older, before = new(), len(os.listdir("/proc/self/fd"))
 with listening_only_on(sys.argv[1]):
     newer = new()
+assert len(os.listdir("/proc/self/fd")) == before + 1, "a descriptor is left open"
 print(json.dumps([list(accepted(each)) for each in (older, newer)]))
 """
 
@@ -59,18 +61,6 @@ def intrude(port: int, ranges: Sequence[tuple[int, int]] = ()) -> dict[str, int]
     assert done.returncode == 0, done.stderr
     found: dict[str, int] = json.loads(done.stdout)
     return found
-
-
-def client_of_this_process() -> int:
-    """Returns the process id of the one client that this process has started."""
-    found = []
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        with suppress(OSError):
-            stat = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()
-            if int(stat[1]) == os.getpid() and b"remote.child" in Path(f"/proc/{name}/cmdline").read_bytes():
-                found.append(int(name))
-    (pid,) = found
-    return pid
 
 
 def ports(pid: int, table: str) -> set[int]:
@@ -112,7 +102,7 @@ def test_a_peer_neither_reads_nor_changes_the_host_pool(tmp_path: Path) -> None:
         for pool in server.pools:
             fill(pool)
         before = [pool.copy() for pool in server.pools]
-        pid = client_of_this_process()
+        (pid,) = clients()
         mapped = shared_mappings(pid)
         assert mapped
         (port,) = ports(pid, "tcp")

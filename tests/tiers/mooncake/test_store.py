@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvoffload.abc import TierError
+from kvoffload.abc import ByteArray, TierError
 from kvoffload.abc.tier import HIT, MISS
-from kvoffload.tiers.mooncake.client import connect
+from kvoffload.tiers.mooncake.client import MooncakeClient, connect
 from kvoffload.tiers.mooncake.config import MooncakeConfig
 from kvoffload.tiers.remote.client import Outcome
 from kvoffload.tiers.remote.record import ValueFormat
 from tests.tiers.made import closed_later
 from tests.tiers.mooncake.rig import Master, needs_mooncake, segment
-from tests.tiers.remote.rig import FINGERPRINT, StoreServer
+from tests.tiers.remote.rig import FINGERPRINT, StoreServer, eventually
 
 pytestmark = needs_mooncake
 
@@ -25,7 +26,6 @@ VALUES = ValueFormat(FINGERPRINT)
 KEYS = [bytes([i]) * 36 for i in range(32)]
 SLOT_BYTES = (1 << 18, 1 << 16)
 SEGMENT_BYTES = 64 << 20
-Fault = Callable[[Path], None]
 
 
 class Server(StoreServer):
@@ -94,28 +94,18 @@ def test_bad_values_are_removed_and_written_again(store: Master) -> None:
     assert client.exists([foreign]) == [Outcome.OK]
 
 
-def test_a_master_that_stands_still(tmp_path: Path) -> None:
+def test_each_fault_ends_in_misses_and_the_tier_comes_back(tmp_path: Path) -> None:
     master = Master(tmp_path, "-client_ttl=2")
-    with segment(master, SEGMENT_BYTES):
+    with segment(master, SEGMENT_BYTES) as owner:
         server = Server(master)
         server.works_again(KEYS[:4])
+        # The master stands still.
         master.pause()
         assert server.states(KEYS[8:12]) == [MISS] * 4
         assert server.read(KEYS[:4]) == {}
         master.resume()
         server.works_again(KEYS[:4])
-        server.close()
-    master.kill()
-
-
-# Faults of which each needs a store of its own and mostly waits, for leases and connections: they run at once.
-
-
-def a_master_that_is_killed_and_comes_back_empty(folder: Path) -> None:
-    master = Master(folder, "-client_ttl=2")
-    with segment(master, SEGMENT_BYTES):
-        server = Server(master)
-        server.works_again(KEYS[:4])
+        # It is killed, and comes back empty.
         master.kill()
         failed = server.tier.num_failed_lookups
         assert server.states(KEYS[8:12]) == [MISS] * 4
@@ -123,15 +113,7 @@ def a_master_that_is_killed_and_comes_back_empty(folder: Path) -> None:
         assert not any(result.ok for result in server.read(KEYS[:4]).values())
         master.start()
         server.works_again(KEYS[:4])
-        server.close()
-    master.kill()
-
-
-def memory_that_is_gone(folder: Path) -> None:
-    master = Master(folder, "-client_ttl=2")
-    with segment(master, SEGMENT_BYTES) as owner:
-        server = Server(master)
-        server.works_again(KEYS[:4])
+        # The memory is gone.
         owner.kill()
         owner.wait()
         assert not any(result.ok for result in server.read(KEYS[:4]).values())
@@ -141,19 +123,82 @@ def memory_that_is_gone(folder: Path) -> None:
     master.kill()
 
 
-FAULTS = (
-    a_master_that_is_killed_and_comes_back_empty,
-    memory_that_is_gone,
-)
+# A store that refuses writes is full, and is read on.
+
+VALUE_BYTES = 64 << 10
+SMALL_BYTES = 16 << 20
+QUOTA = "/api/v1/tenant_quotas?tenant_id=default"
+Heal = Callable[[], object]
 
 
-@pytest.fixture(scope="module")
-def under_way(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Fault, Future[None]]]:
-    """All of FAULTS, which are under way."""
-    with ThreadPoolExecutor(len(FAULTS)) as threads:
-        yield {fault: threads.submit(fault, tmp_path_factory.mktemp("store")) for fault in FAULTS}
+@dataclass
+class Small:
+    """A store with one segment, and a client of it that has registered ``values``."""
+
+    master: Master
+    stack: ExitStack
+    client: MooncakeClient
+    values: ByteArray
+
+    def put(self, *names: str) -> list[Outcome]:
+        return self.client.put(names, [[row] for row in self.values[: len(names)]])
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_a_fault_ends_in_misses_and_the_tier_comes_back(fault: Fault, under_way: dict[Fault, Future[None]]) -> None:
-    under_way[fault].result()
+def set_quota(master: Master, nbytes: int) -> None:
+    master.ask("PUT", QUOTA, {"requested_quota_bytes": nbytes})
+
+
+# What makes the store refuse writes. Each returns what ends that.
+
+
+def over_its_quota(small: Small) -> Heal:
+    set_quota(small.master, small.values.nbytes)
+    return lambda: set_quota(small.master, SMALL_BYTES)
+
+
+def drained(small: Small) -> Heal:
+    names = small.master.ask("GET", "/get_all_segments").split()
+    small.master.ask("POST", "/api/v1/drain_jobs", {"segments": names})
+    return lambda: small.stack.enter_context(segment(small.master, SMALL_BYTES))
+
+
+def full(small: Small) -> Heal:
+    """Nothing is evicted that has been asked for lately."""
+    names = ["other/0"]
+    while small.put(names[-1]) == [Outcome.OK]:
+        small.client.exists(names[-1:])
+        names.append(f"other/{len(names)}")
+    return lambda: small.client.remove(names)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Small]:
+    policies = tmp_path / "quotas"
+    policies.write_text('{"version": 1, "tenants": []}')
+    options = ("-enable_multi_tenants=true", f"-tenant_quota_connector_uri={policies}", "-default_kv_lease_ttl=1h")
+    master = Master(tmp_path, *options)
+    with ExitStack() as stack:
+        stack.callback(master.kill)
+        set_quota(master, SMALL_BYTES)
+        stack.enter_context(segment(master, SMALL_BYTES))
+        client = connect(settings(master))
+        stack.callback(client.close)
+        values = np.random.default_rng(0).integers(0, 256, (8, VALUE_BYTES), dtype=np.uint8)
+        client.register(values)
+        yield Small(master, stack, client, values)
+
+
+@pytest.mark.parametrize("refuse", [full, drained, over_its_quota], ids=lambda refuse: refuse.__name__)
+def test_a_store_that_refuses_writes_is_full_and_is_read_on(refuse: Callable[[Small], Heal], small: Small) -> None:
+    """A full store is no fault: its tier is not paused."""
+    old = [f"old/{i}" for i in range(8)]
+    assert small.put(*old) == small.client.exists(old) == [Outcome.OK] * 8
+    before = small.values.copy()
+    heal = refuse(small)
+    for i in range(10):
+        assert small.put(f"new/{i}") == [Outcome.FULL]
+        small.values[:] = 0
+        assert small.client.get(old, [[row] for row in small.values]) == [Outcome.OK] * 8
+        assert (small.values == before).all()
+    heal()
+    eventually(lambda: small.put("healed") == [Outcome.OK])

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import logging
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvoffload.abc import TierError
+from kvoffload.abc import ByteArray, Tier, TierError
 from kvoffload.abc.tier import HIT, MISS
+from kvoffload.testing.tier_conformance import SharedTierConformance
 from kvoffload.tiers.object_store import client
 from kvoffload.tiers.object_store.bucket import NewObject, Piece, Times
 from kvoffload.tiers.object_store.config import ObjectStoreConfig
@@ -44,7 +46,8 @@ from tests.tiers.object_store.rig import (
     patched,
 )
 from tests.tiers.remote.hostile import Hostile
-from tests.tiers.remote.rig import FINGERPRINT
+from tests.tiers.remote.memory_store import SteppedProcess
+from tests.tiers.remote.rig import FINGERPRINT, tier_here
 
 pytestmark = needs_obstore
 
@@ -98,6 +101,47 @@ def test_servers_share_blocks_on_moto(moto: Moto) -> None:
     assert {each.error for each in other.write(chain(4, seed=1)).values()} == {TierError.NO_SPACE}
     moto.do("drain")
     other.works_again(chain(4, seed=1))
+
+
+VALUE_BYTES = 4096
+"""What the client takes for the size of values, so that several share an object."""
+
+
+class WaitingProcess(SteppedProcess):
+    """Spends no CPU time on waiting."""
+
+    def wait(self, timeout_s: float) -> None:
+        if not self.requests:
+            time.sleep(timeout_s)
+        super().wait(timeout_s)
+
+
+@needs_moto
+class TestOnMoto(SharedTierConformance):
+    _numbers = itertools.count()
+
+    @pytest.fixture(autouse=True)
+    def _bucket(self, moto: Moto) -> None:
+        self.bucket = bucket(moto.endpoint, url="s3://kv-bucket")
+
+    def make_tier(self, pools: Sequence[ByteArray], num_blocks: int) -> Tier:
+        self.prefix = f"kv{next(self._numbers)}"
+        return self.on(pools)
+
+    def on(self, pools: Sequence[ByteArray]) -> Tier:
+        made = client.ObjectStoreClient(self.bucket, VALUE_BYTES, [0])
+        return tier_here(made, pools, ValueFormat(FINGERPRINT, self.prefix), "object_store", WaitingProcess)
+
+    def reopen(self, tier: Tier, pools: Sequence[ByteArray], num_blocks: int) -> Tier:
+        return self.on(pools)
+
+    def another(self, tier: Tier, pools: Sequence[ByteArray]) -> Tier:
+        return self.on(pools)
+
+    # Each request takes moto milliseconds.
+    @pytest.mark.parametrize("seed", range(2))
+    def test_any_calls_in_any_order(self, seed: int) -> None:
+        super().test_any_calls_in_any_order(seed)
 
 
 # On a server that misbehaves.

@@ -8,9 +8,8 @@ import shutil
 import signal
 import socket
 import subprocess
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from kvoffload.tiers.redis.location import parse_url
 from kvoffload.tiers.redis.login import Login
 from kvoffload.tiers.redis.nodes import Nodes, NodeTimes
 from tests.tiers.made import closed_later
+from tests.tiers.remote.hostile import SETUP, Hostile, commands
 from tests.tiers.remote.rig import pause
 
 START_DEADLINE_S = 30.0
@@ -121,7 +121,7 @@ def free_port() -> int:
             return port
 
 
-class FakeServer:
+class FakeServer(Hostile):
     """Answers as ``script`` says: it gets each command's words, and a function that sends bytes. It may raise to close
     the connection. If the server ``answers_setup``, it answers CLUSTER and CLIENT as one that is no Cluster."""
 
@@ -129,45 +129,18 @@ class FakeServer:
         self, script: Callable[[list[bytes], Callable[[bytes], None]], None], answers_setup: bool = True
     ) -> None:
         self._script = script
-        self._answers_setup = answers_setup
-        self._listener = socket.create_server((HOST, 0))
-        self.url = f"redis://{HOST}:{self._listener.getsockname()[1]}"
-        self.num_connections = 0
+        self._answers = SETUP if answers_setup else {}
         self.commands: list[list[bytes]] = []
-        threading.Thread(target=self._run, daemon=True).start()
-        closed_later(self)
+        super().__init__(self._converse)
+        self.url = f"redis://{HOST}:{self.port}"
 
-    def _run(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                connection, _ = self._listener.accept()
-                self.num_connections += 1
-                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
-
-    def _serve(self, connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError, EOFError):
-            for words in _commands(connection):
-                self.commands.append(words)
-                if self._answers_setup and words[0] == b"CLIENT":
-                    connection.sendall(b"+OK\r\n")
-                elif self._answers_setup and words[0] == b"CLUSTER":
-                    connection.sendall(b"-ERR This instance has cluster support disabled\r\n")
-                else:
-                    self._script(words, connection.sendall)
-
-    def close(self) -> None:
-        self._listener.close()
-
-
-def _commands(connection: socket.socket) -> Iterator[list[bytes]]:
-    with connection.makefile("rb") as lines:
-        while head := lines.readline():
-            words = []
-            for _ in range(int(head[1:])):
-                size = int(lines.readline()[1:])
-                words.append(lines.read(size))
-                lines.read(2)
-            yield words
+    def _converse(self, connection: socket.socket) -> None:
+        for words in commands(connection):
+            self.commands.append(words)
+            if words[0] in self._answers:
+                connection.sendall(self._answers[words[0]])
+            else:
+                self._script(words, connection.sendall)
 
 
 def names(count: int, first: int = 0) -> Sequence[str]:

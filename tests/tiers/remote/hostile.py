@@ -27,6 +27,7 @@ MANY = b"x" * (1 << 20)
 CHUNK = b"100000\r\n" + MANY + b"\r\n"
 Talk = Callable[[socket.socket], None]
 START_WAIT_S = 3.0
+MOST_START_S = 60.0
 
 
 class Hostile:
@@ -34,6 +35,7 @@ class Hostile:
 
     def __init__(self, talk: Talk) -> None:
         self._talk = talk
+        self.num_connections = 0
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=256)
         self.port: int = self._listener.getsockname()[1]
         threading.Thread(target=self._run, daemon=True).start()
@@ -43,6 +45,7 @@ class Hostile:
         with contextlib.suppress(OSError):
             while True:
                 connection, _ = self._listener.accept()
+                self.num_connections += 1
                 threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
@@ -53,8 +56,16 @@ class Hostile:
         self._listener.close()
 
 
+BYTES_PER_S = 128 << 20
+"""Of all endless answers together. Otherwise what a client takes between two looks at its memory would depend on how
+long a busy machine lets it wait for the second."""
+PACE = threading.Lock()
+
+
 def endless(connection: socket.socket, data: bytes = MANY) -> None:
     while True:
+        with PACE:
+            time.sleep(len(data) / BYTES_PER_S)
         connection.sendall(data)
 
 
@@ -63,21 +74,27 @@ def endless(connection: socket.socket, data: bytes = MANY) -> None:
 STRING = b"$8388608\r\n" + b"x" * (8 << 20) + b"\r\n"
 
 
-def endless_strings(connection: socket.socket) -> None:
-    """Redis that answers everything but the setup with an array of long strings."""
+SETUP = {b"CLIENT": b"+OK\r\n", b"CLUSTER": b"-ERR This instance has cluster support disabled\r\n"}
+"""The answers of a server that is no Cluster to the commands with which a connection begins."""
+
+
+def commands(connection: socket.socket) -> Iterator[list[bytes]]:
+    """Yields the words of each command."""
     with connection.makefile("rb") as lines:
         while head := lines.readline():
             words = []
             for _ in range(int(head[1:])):
                 words.append(lines.read(int(lines.readline()[1:])))
                 lines.read(2)
-            if words[0] == b"CLIENT":
-                connection.sendall(b"+OK\r\n")
-            elif words[0] == b"CLUSTER":
-                connection.sendall(b"-ERR This instance has cluster support disabled\r\n")
-            else:
-                connection.sendall(b"*100000\r\n")
-                endless(connection, STRING)
+            yield words
+
+
+def endless_strings(connection: socket.socket) -> None:
+    """Redis that answers everything but the setup with an array of long strings."""
+    for words in commands(connection):
+        connection.sendall(SETUP.get(words[0], b"*100000\r\n"))
+        if words[0] not in SETUP:
+            endless(connection, STRING)
 
 
 # Object stores.
@@ -147,6 +164,15 @@ def private_bytes(pid: int | str) -> int:
     return (int(resident) - int(shared)) * mmap.PAGESIZE
 
 
+def clients() -> Iterator[int]:
+    """Yields the processes of clients that this process has started. Tests may have others."""
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):
+            for pid in map(int, (task / "children").read_text().split()):
+                if b"kvoffload.tiers.remote.child" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    yield pid
+
+
 class Victim:
     """A server with a tier on a store, whose memory and that of its client's process are measured all the time."""
 
@@ -164,20 +190,15 @@ class Victim:
     def _measure(self) -> None:
         while not self._is_over.wait(0.002):
             self.peak = max(self.peak, private_bytes("self") - self.before)
-            for pid in self._children():
+            for pid in clients():
                 self.client_peak = max(self.client_peak, private_bytes(pid))
 
-    @staticmethod
-    def _children() -> Iterator[int]:
-        """Yields the processes of clients. Tests may have others."""
-        for task in Path("/proc/self/task").iterdir():
-            with contextlib.suppress(OSError):
-                for pid in map(int, (task / "children").read_text().split()):
-                    if b"kvoffload.tiers.remote.child" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                        yield pid
-
     def serve(self, seconds: float) -> None:
-        """Asks for blocks, and reads them if there are any."""
+        """Asks for blocks, and reads them if there are any, once the client's process runs."""
+        deadline = time.monotonic() + MOST_START_S
+        while not self.client_peak:
+            assert time.monotonic() < deadline, "no process of a client was measured"
+            time.sleep(0.01)
         deadline, number = time.monotonic() + seconds, 0
         while time.monotonic() < deadline:
             number += 1

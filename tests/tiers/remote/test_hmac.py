@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,22 +17,15 @@ SECRET = "0123456789abcdef" * 4
 
 
 @pytest.fixture
-def secret(tmp_path: Path) -> str:
-    path = tmp_path / "secret"
-    path.write_text(SECRET + "\n")
-    return str(path)
-
-
-@pytest.fixture
-def servers(tmp_path: Path, secret: str) -> Iterator[tuple[Server, Server, Server]]:
+def servers(tmp_path: Path) -> tuple[Server, Server, Server]:
     """Two servers with the same HMAC key, and one without."""
-    store = store_in(tmp_path / "store")
-    made = Server(store, hmac_key_file=secret), Server(store, hmac_key_file=secret), Server(store)
+    secret, store = tmp_path / "secret", store_in(tmp_path / "store")
+    secret.write_text(SECRET + "\n")
+    options = {"hmac_key_file": str(secret)}
+    made = Server(store, **options), Server(store, **options), Server(store)
     for each in made:
         each.connect()
-    yield made
-    for each in made:
-        each.close()
+    return made
 
 
 def test_servers_with_the_same_key_share_blocks_and_others_do_not(servers: tuple[Server, Server, Server]) -> None:

@@ -10,8 +10,9 @@ import pytest
 
 from kvoffload.abc import OffloadKey, TierError, TierResult
 from kvoffload.abc.tier import HIT, MISS, RETRY
+from kvoffload.tiers.remote import known
 from kvoffload.tiers.remote import tier as remote_tier
-from kvoffload.tiers.remote.known import MISSING_TTL_S, PRESENT_TTL_S, RETRY_S
+from kvoffload.tiers.remote.known import MISSING_TTL_S, PRESENT_TTL_S, RETRY_S, PresenceCache
 from kvoffload.tiers.remote.link import (
     FIRST_PAUSE_S,
     LOOKUP_DEADLINE_S,
@@ -72,6 +73,10 @@ class Rig:
     def pass_time(self, seconds: float) -> list[TierResult]:
         self.now += seconds
         return self.tier.poll()
+
+    def crash(self) -> None:
+        self.process.kill()
+        self.tier.poll()
 
     def lookups(self) -> list[int]:
         return [len(request.keys) for request in self.process.requests if request.op is Op.LOOKUP]
@@ -260,8 +265,7 @@ def test_pauses_between_restarts_grow_up_to_a_bound() -> None:
     rig.process.is_reachable = False
     pauses = []
     for _ in range(9):
-        rig.process.kill()
-        rig.tier.poll()
+        rig.crash()
         begun, starts = rig.now, rig.process.num_starts
         while rig.process.num_starts == starts:
             rig.pass_time(0.25)
@@ -273,13 +277,11 @@ def test_pauses_between_restarts_grow_up_to_a_bound() -> None:
 def test_an_answer_of_the_store_makes_pauses_short_again() -> None:
     rig = Rig()
     for _ in range(5):
-        rig.process.kill()
-        rig.tier.poll()
+        rig.crash()
         rig.pass_time(MAX_PAUSE_S)
         rig.pass_time(0)
     rig.stored(KEYS[:1])
-    rig.process.kill()
-    rig.tier.poll()
+    rig.crash()
     starts = rig.process.num_starts
     rig.pass_time(FIRST_PAUSE_S)
     assert rig.process.num_starts == starts + 1
@@ -288,8 +290,7 @@ def test_an_answer_of_the_store_makes_pauses_short_again() -> None:
 def test_a_process_that_never_reaches_the_store_is_replaced() -> None:
     rig = Rig()
     rig.process.is_reachable = False
-    rig.process.kill()
-    rig.tier.poll()
+    rig.crash()
     rig.pass_time(FIRST_PAUSE_S)
     assert rig.process.num_starts == 2
     rig.pass_time(START_DEADLINE_S)
@@ -350,3 +351,30 @@ def test_closing_reports_what_was_under_way_unless_it_may_still_go_on() -> None:
     stuck.process.requests.clear()
     stuck.tier.close()
     assert stuck.tier.poll() == []
+
+
+# What is known is trusted for a while, and bounded.
+
+
+def test_the_oldest_knowledge_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known, "MAX_KNOWN", 3)
+    cache = PresenceCache()
+    cache.note_present([b"a", b"b", b"c"], 0.0)
+    cache.note_present([b"a"], 1.0)
+    cache.note_missing([b"d"], 1.0)
+    assert cache.states([b"a", b"b", b"c", b"d"], 1.0).tolist() == [HIT, RETRY, HIT, MISS]
+
+
+def test_what_is_missing_is_forgotten_if_it_is_old_enough() -> None:
+    """Neither what is there nor what is missing until the end of its transfer."""
+    cache = PresenceCache()
+    cache.note_missing([b"old"], 0.0)
+    cache.note_missing([b"new"], 0.2)
+    cache.note_missing([b"moving"], 0.0, float("inf"))
+    cache.note_present([b"there"], 0.0)
+    keys = [b"there", b"old", b"new", b"moving", b"unknown"]
+    assert cache.forget_missing(keys, -0.1) == []
+    assert cache.forget_missing(keys, 0.1) == [b"old"]
+    assert cache.states(keys, 0.3).tolist() == [HIT, RETRY, MISS, MISS, RETRY]
+    assert cache.forget_missing(keys, 0.1) == [], "it is not known any more"
+    assert cache.forget_missing(keys, 0.2) == [b"new"]

@@ -8,11 +8,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from kvoffload.abc import ByteArray, Tier
+from kvoffload.abc import ByteArray, Tier, TierResult
 from kvoffload.testing.tier_conformance import SharedTierConformance, make_pools
 from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.disk.directory import DirectoryStorage
@@ -22,71 +21,61 @@ from tests.tiers.disk.rig import FINGERPRINT, spoil
 from tests.tiers.shared_dir.rig import capacity, still
 
 
-class TestTwoServers(SharedTierConformance):
-    """Another server uses the directory, and follows this one."""
+class Followed(SharedDirTier):
+    """When it is polled, it does what the threads of all servers on its directory do."""
 
-    tmp_path: Path
-
-    @pytest.fixture(autouse=True)
-    def directory(self, tmp_path: Path) -> Iterator[None]:
-        self.tmp_path = tmp_path
-        self.numbers = itertools.count()
-        self.opened: list[SharedDirTier] = []
-        self.executors: dict[int, SteppedExecutor] = {}
-        self.path_of: dict[int, Path] = {}
-        self.closed: set[int] = set()
-        yield
-        for tier in self.opened:
-            tier.close()
-
-    def open(self, path: Path, pools: Sequence[ByteArray], num_blocks: int) -> SharedDirTier:
-        executor = SteppedExecutor(seed=1)
-        tier = SharedDirTier(
+    def __init__(self, path: Path, pools: Sequence[ByteArray], num_blocks: int, opened: list[Followed]) -> None:
+        self.path, self.opened, self.jobs = path, opened, SteppedExecutor(seed=1)
+        super().__init__(
             DirectoryStorage(path),
             TierContext(pools, FINGERPRINT),
             capacity(num_blocks, *(pool.shape[1] for pool in pools)),
-            surroundings=Surroundings(executor=executor, repeat=partial(still, time.monotonic)),
+            surroundings=Surroundings(executor=self.jobs, repeat=partial(still, time.monotonic)),
         )
-        self.executors[id(tier)] = executor
-        self.opened.append(tier)
-        self.path_of[id(tier)] = path
-        poll = tier.poll
+        opened.append(self)
 
-        def poll_and_follow() -> Any:
-            """Does what the threads of the servers on this directory do."""
-            results = poll()
-            for each in self.opened:
-                if self.path_of[id(each)] == path and id(each) not in self.closed:
-                    each.keep()
-                    each.follow()
-            return results
+    def poll(self) -> list[TierResult]:
+        results = super().poll()
+        for each in self.opened:
+            if each.path == self.path:
+                each.keep()
+                each.follow()
+        return results
 
-        close = tier.close
+    def close(self) -> None:
+        if self in self.opened:
+            self.opened.remove(self)
+        super().close()
 
-        def note_and_close() -> None:
-            self.closed.add(id(tier))
-            close()
 
-        tier.poll, tier.close = poll_and_follow, note_and_close  # type: ignore[method-assign]
-        return tier
+class TestTwoServers(SharedTierConformance):
+    """Another server uses the directory, and follows this one."""
+
+    @pytest.fixture(autouse=True)
+    def directory(self, tmp_path: Path) -> Iterator[None]:
+        self.tmp_path, self.numbers, self.opened = tmp_path, itertools.count(), list[Followed]()
+        yield
+        for tier in list(self.opened):
+            tier.close()
 
     def make_tier(self, pools: Sequence[ByteArray], num_blocks: int) -> Tier:
         path = self.tmp_path / str(next(self.numbers))
-        self.open(path, make_pools(8, *(pool.shape[1] for pool in pools)), num_blocks)
-        return self.open(path, pools, num_blocks)
+        Followed(path, make_pools(8, *(pool.shape[1] for pool in pools)), num_blocks, self.opened)
+        return Followed(path, pools, num_blocks, self.opened)
 
     def reopen(self, tier: Tier, pools: Sequence[ByteArray], num_blocks: int) -> Tier | None:
-        assert isinstance(tier, SharedDirTier)
-        path = max(self.tmp_path.iterdir(), key=lambda each: int(each.name))
-        return self.open(path, pools, num_blocks)
+        assert isinstance(tier, Followed)
+        return Followed(tier.path, pools, num_blocks, self.opened)
+
+    def another(self, tier: Tier, pools: Sequence[ByteArray]) -> Tier:
+        assert isinstance(tier, Followed)
+        return Followed(tier.path, pools, 16, self.opened)
 
     def hold(self, tier: Tier) -> AbstractContextManager[None] | None:
-        return self.executors[id(tier)].hold()
+        assert isinstance(tier, Followed)
+        return tier.jobs.hold()
 
     def spoil(self, tier: Tier) -> bool:
         for slab in self.tmp_path.glob("*/writer-*/*/slab-*"):
             spoil(slab)
         return True
-
-    def another(self, tier: Tier, pools: Sequence[ByteArray]) -> Tier:
-        return self.open(self.path_of[id(tier)], pools, 16)

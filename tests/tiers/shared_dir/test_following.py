@@ -22,7 +22,7 @@ from kvoffload.tiers.shared_dir.foreign import ForeignBlocks
 from kvoffload.tiers.shared_dir.seats import seat_name
 from tests.clock import Clock
 from tests.sim.shared_storage import Mount, NfsClient, NfsServer
-from tests.tiers.disk.records import pack_record
+from tests.tiers.disk.rig import pack_record
 
 FINGERPRINT = "ab" * 32
 BLOCK = 4096

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 
 from kvoffload.abc import ByteArray, ConfigError, TierError
+from kvoffload.testing.tier_conformance import make_pools
+from kvoffload.tiers.config import TierContext, load_tiers
 from kvoffload.tiers.disk import journal
 from kvoffload.tiers.disk.directory import DirectoryStorage
 from kvoffload.tiers.disk.format import HEADER_BYTES, Header
@@ -22,9 +24,10 @@ from kvoffload.tiers.disk.journal import digests_of
 from kvoffload.tiers.disk.slabs import Slabs
 from kvoffload.tiers.shared_dir import followers
 from kvoffload.tiers.shared_dir.background import Repeating
+from kvoffload.tiers.shared_dir.config import SharedDirConfig
 from kvoffload.tiers.shared_dir.foreign import IDLE_S, OpenSlabs, SeatView
 from kvoffload.tiers.shared_dir.seats import Claimant, Machine
-from kvoffload.tiers.shared_dir.tier import BAD_S, GONE_S
+from kvoffload.tiers.shared_dir.tier import BAD_S, GONE_S, SharedDirTier
 from tests.clock import Clock
 from tests.sim.storage import os_error
 from tests.tiers.disk.rig import FINGERPRINT, PAGE, content, key, spoil
@@ -238,7 +241,7 @@ def test_closing_does_not_wait_for_a_journal_whose_writing_hangs(serve: Serve, m
         closing.join(30)
 
 
-@pytest.mark.parametrize("damage", ["index", "lock", "others' files"])
+@pytest.mark.parametrize("damage", ["index", "others' files"])
 def test_a_seat_that_cannot_be_used_does_not_keep_servers_from_starting(
     serve: Serve, tmp_path: Path, damage: str
 ) -> None:
@@ -248,7 +251,7 @@ def test_a_seat_that_cannot_be_used_does_not_keep_servers_from_starting(
     if damage == "others' files":
         (seat / "file").write_bytes(bytes(capacity(8)))
     else:
-        path = seat / ("lock" if damage == "lock" else f"{FINGERPRINT}/index")
+        path = seat / FINGERPRINT / "index"
         path.unlink()
         path.mkdir()
         (path / "file").touch()
@@ -289,35 +292,23 @@ def test_a_place_is_confirmed_before_it_is_used(serve: Serve) -> None:
     assert two.tier.blocks.locate(there, int(digests[0])) is None
 
 
-class FailingSeats(DirectoryStorage):
-    """A shared directory in which one method of every seat fails."""
-
-    fails = ""
+class UnlistedSeats(DirectoryStorage):
+    """A shared directory whose seats cannot be listed."""
 
     def child(self, name: str) -> DirectoryStorage:
-        return FailingSeats(self.path / name) if name.startswith("writer-") else DirectoryStorage(self.path / name)
+        return UnlistedSeats(self.path / name)
 
     def folders(self) -> list[str]:
-        self._fail("folders")
+        if self.path.name.startswith("writer-"):
+            raise os_error(errno.EIO)
         return super().folders()
 
-    def try_lock(self) -> bool:
-        self._fail("try_lock")
-        return super().try_lock()
 
-    def _fail(self, name: str) -> None:
-        if self.path.name.startswith("writer-") and name == FailingSeats.fails:
-            raise os_error(errno.EIO)
-
-
-def test_a_seat_that_cannot_be_listed_is_not_kept_locked(
-    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_seat_that_cannot_be_listed_is_not_kept_locked(serve: Serve, tmp_path: Path) -> None:
     one = serve()
     one.write(1)
     one.tier.close()
-    root = FailingSeats(tmp_path / "shared")
-    monkeypatch.setattr(FailingSeats, "fails", "folders")
+    root = UnlistedSeats(tmp_path / "shared")
     seat = Claimant(root, FINGERPRINT, Machine.this(), os.urandom, lambda: 0.0).take()
     assert (seat.name, seat.is_new) == ("writer-1", True)
     two = serve()
@@ -337,3 +328,33 @@ def test_a_file_system_without_locks_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match=r"no file locks.*mount it with locks"):
         Server(tmp_path, storage=lambda: NoLocks(tmp_path))
+
+
+# The entry of the option tiers.
+
+
+def test_an_entry_opens_a_tier(tmp_path: Path) -> None:
+    (config,) = load_tiers([{"kind": "shared_dir", "dir": str(tmp_path / "x"), "bytes": "8MiB", "gone_after_s": 90}])
+    assert config == SharedDirConfig(dir=str(tmp_path / "x"), bytes=8 << 20, gone_after_s=90)
+    tier = config.open(TierContext(make_pools(4, 4096), FINGERPRINT, engines=2))
+    assert isinstance(tier, SharedDirTier)
+    assert tier.is_shared
+    assert config.capacity_bytes == 8 << 20
+    assert tier.stats().capacity_bytes == 4 << 20
+    tier.close()
+
+
+def test_a_directory_that_had_to_be_made_is_named_with_its_file_system(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A share that is not mounted looks like a directory that does not exist."""
+    config = SharedDirConfig(dir=str(tmp_path / "kv"), bytes=8 << 20)
+    for warnings in (1, 0):
+        caplog.clear()
+        config.open(TierContext(make_pools(4, 4096), FINGERPRINT)).close()
+        said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert len(said) == warnings
+    config = SharedDirConfig(dir=str(tmp_path / "again" / "kv"), bytes=8 << 20)
+    config.open(TierContext(make_pools(4, 4096), FINGERPRINT)).close()
+    mounted = next(folder for folder in tmp_path.parents if folder.is_mount())
+    assert f"kv did not exist and was made, on the file system that is mounted at {mounted}:" in caplog.text

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import os
 import socket
+import stat
 import struct
 from collections.abc import Iterator
 from functools import partial
@@ -61,8 +62,11 @@ def _program(address: bytes) -> Iterator[tuple[int, int, int, int]]:
 def _listening() -> Iterator[socket.socket]:
     """Yields copies of the listening TCP sockets of this process, each open until the next."""
     for name in os.listdir("/proc/self/fd"):
-        # fromfd fails for files, and for the closed descriptor of the listing itself.
-        with contextlib.suppress(OSError), socket.fromfd(int(name), socket.AF_INET, socket.SOCK_STREAM) as copy:
-            option = partial(copy.getsockopt, socket.SOL_SOCKET)
-            if option(socket.SO_ACCEPTCONN) and option(socket.SO_DOMAIN) in _IP:
-                yield copy
+        # The descriptor of the listing itself is closed. Of what is no socket, fromfd would leave a copy open.
+        with contextlib.suppress(OSError):
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
+            with socket.fromfd(int(name), socket.AF_INET, socket.SOCK_STREAM) as copy:
+                option = partial(copy.getsockopt, socket.SOL_SOCKET)
+                if option(socket.SO_ACCEPTCONN) and option(socket.SO_DOMAIN) in _IP:
+                    yield copy
