@@ -6,7 +6,7 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from kvoffload.tiering.health import BreakerState
 from kvoffload.tiers.config import TierEntry, load_tiers
 from kvoffload.tiers.threads import IOThreads
 from tests.tiering.bridge_rig import FINGERPRINT, BridgeRig, Foreign
-from tests.tiering.rig import SLOT_BYTES, SpyTier, chain
+from tests.tiering.rig import SLOT_BYTES, SharedTier, SpyTier, chain
 
 
 def indices(end: JobEnd, keys: Sequence[OffloadKey]) -> list[int]:
@@ -143,36 +143,25 @@ def test_a_page_of_another_size_is_a_bug_and_switches_the_bridge_off() -> None:
 # Uses.
 
 
-class Touched(SpyTier):
-    """Remembers touches."""
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        super().__init__(*args, **kwargs)
-        self.touched: list[OffloadKey] = []
-        self.reordered: list[OffloadKey] = []
-
-    def touch(self, keys: Sequence[OffloadKey], stored: Collection[OffloadKey] | None = None) -> None:
-        seen = self.touched if stored is None else self.reordered
-        seen += keys
-        super().touch(keys, stored)
+def touched(rig: BridgeRig) -> list[OffloadKey]:
+    return [key for how, keys in rig.tier.shown if how == "touch" for key in keys]
 
 
 def test_a_request_is_one_use_of_its_chain() -> None:
-    rig = BridgeRig(tier_class=Touched, load_deadline_ms=1.0)
-    assert isinstance(rig.tier, Touched)
+    rig = BridgeRig(load_deadline_ms=1.0)
     keys = chain("x", 8)
     rig.store(keys[:3], keys[:4])
     rig.store(keys[3:5], keys[:5])
     rig.bridge.end_request("r", keys)
     rig.settle()
-    assert rig.tier.touched == rig.name(keys), "each block once, those that are new before they are stored"
+    assert touched(rig) == rig.name(keys), "each block once, those that are new before they are stored"
     rig.bridge.end_request("another", keys[:4])
     rig.settle()
-    assert rig.tier.touched == rig.name([*keys, *keys[:4]])
-    rig.tier.touched.clear()
+    assert touched(rig) == rig.name([*keys, *keys[:4]])
+    rig.tier.shown.clear()
     assert rig.bridge.get(keys[:2], rig.foreign.pages(range(2))) == [False] * 2, "the thread does not run"
     rig.settle()
-    assert rig.tier.touched == rig.name(keys[:2])
+    assert touched(rig) == rig.name(keys[:2])
 
 
 def test_requests_that_never_end_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -491,12 +480,8 @@ def test_stores_are_dropped_while_no_tier_can_be_written() -> None:
 # Calls that wait, and threads.
 
 
-class Unsure(SpyTier):
-    is_shared = True
-
-
 def test_answers_that_are_late_are_misses() -> None:
-    rig = BridgeRig(tier_class=Unsure, lookup_deadline_ms=50.0)
+    rig = BridgeRig(tier_class=SharedTier, lookup_deadline_ms=50.0)
     keys = chain("x", 6)
     rig.store_all(keys)
     rig.tier.unsure = True

@@ -1,26 +1,19 @@
-"""TieredOffloadingManager over a plain tier: lookups, steps, resets."""
+"""TieredOffloadingManager over a plain tier: lookups, steps, uses, resets."""
 
 from __future__ import annotations
 
 import pytest
 
-from kvoffload.abc import Hints, KVGroup, LookupState, MissReason, ReqContext, TierError
-from kvoffload.cache.manager import PolicyOffloadingManager
-from kvoffload.cache.policies import make_policy
-from kvoffload.cache.slots import HostBackend
-from kvoffload.testing.tier_conformance import make_pools
-from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings
-from tests.sim.memory_tier import MemoryTier
+from kvoffload.abc import Hints, LookupState, MissReason, OffloadKey, ReqContext, TierError
+from kvoffload.tiering import steps
+from kvoffload.tiering.manager import TieredOffloadingManager
 from tests.suites.reference import ReferenceLRUManager
 from tests.suites.stateful import WALK_SEEDS, manager_machine, walk
-from tests.tiering.rig import SLOT_BYTES, A, B, Rig, arrived, below, chain, content
+from tests.tiering.rig import A, B, Rig, arrived, below, chain, compute, content
 
 
 def make_above_a_full_tier(num_blocks: int) -> TieredOffloadingManager:
-    tier = MemoryTier(make_pools(num_blocks, SLOT_BYTES), 0)
-    backend = HostBackend(16, num_blocks)
-    host = PolicyOffloadingManager(backend, make_policy("lru", num_blocks), enable_events=True)
-    return TieredOffloadingManager(host, [tier], TieringSettings([KVGroup(16)]))
+    return Rig(num_blocks, tier_blocks=0, enable_events=True).manager
 
 
 @pytest.mark.parametrize("seed", WALK_SEEDS)
@@ -194,6 +187,45 @@ def test_a_reset_makes_everything_unreachable_whatever_is_under_way(under_way: s
     rig.settle()
     assert rig.manager.lookup(keys, A) == 2
     assert rig.bytes_of(keys) == [bytes(content(key)) for key in keys]
+
+
+# A chain that host memory holds is shown to tiers when its request ends; other chains when it arrives, too.
+
+
+def a_held_head() -> tuple[Rig, list[OffloadKey]]:
+    """Returns a rig and a chain of which the host holds the first four blocks."""
+    rig, keys = Rig(), chain("x", 6)
+    compute(rig, keys[:4])
+    return rig, keys
+
+
+def test_a_chain_in_host_memory_is_shown_when_the_request_ends() -> None:
+    rig, keys = a_held_head()
+    rig.manager.touch(keys[:4], A)
+    assert rig.tier.shown == []
+    rig.manager.end_chain(keys, [], A)
+    # The tail first, so that it is evicted before the head.
+    assert rig.tier.shown == [("reorder", keys[4:]), ("touch", keys[:4])]
+
+
+@pytest.mark.parametrize("context", [A, None], ids=["request", "no request"])
+def test_other_chains_are_shown_whole_when_they_arrive(context: ReqContext | None) -> None:
+    """Otherwise a head that host memory holds would be older than its tail, and evicted first."""
+    rig, keys = a_held_head()
+    keys = keys[: 6 if context else 4]
+    rig.manager.touch(keys, context)
+    rig.manager.end_chain(keys, [], context)
+    assert rig.tier.shown == [("touch", keys), ("reorder", keys)]
+
+
+def test_of_requests_that_never_end_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "MAX_REQUESTS", 2)
+    rig, keys = a_held_head()
+    for context in (A, B, ReqContext("c")):
+        rig.manager.touch(keys[:1], context)
+    for context, is_known in ((A, False), (B, True)):
+        rig.manager.end_chain(keys[:1], [], context)
+        assert (("touch", keys[:1]) in rig.tier.shown) is is_known
 
 
 def test_a_miss_names_the_tier_that_holds_the_block() -> None:

@@ -135,8 +135,7 @@ def test_a_block_that_the_host_has_evicted_ends_its_chain() -> None:
     rig.store(keys)
     held = int(64 * WRITE_SHARE)
     evict(rig, keys[held + 2 : held + 4], keys)
-    for _ in range(4):
-        rig.settle()
+    rig.settle(4)
     assert on_disk(rig, keys) == held + 2
     assert rig.counts()["tier_dropped_writes:memory"] == 20 - held - 2
     assert not rig.manager.has_pending_writes
@@ -148,8 +147,7 @@ def test_after_a_failed_write_the_chain_is_written_again_or_cut_off(times: int) 
     keys = chain("x", 6)
     rig.tier.fails_for, rig.tier.num_fails = keys[2], times
     rig.store(keys)
-    for _ in range(4):
-        rig.settle()
+    rig.settle(4)
     assert rig.tier.writes.count(keys[2]) == 1, "a pause comes first"
     for _ in range(4):
         rig.clock.now += MAX_REST_S
@@ -163,8 +161,7 @@ def test_the_tail_of_a_written_chain_is_evicted_first() -> None:
     rig = Rig(host_blocks=64, tier_blocks=20)
     keys = chain("x", 20)
     rig.store(keys)
-    for _ in range(4):
-        rig.settle()
+    rig.settle(4)
     assert on_disk(rig, keys) == 20
     rig.store(chain("y", 5))
     rig.settle()
@@ -180,8 +177,7 @@ def test_the_backlog_is_bounded_and_the_oldest_chain_is_dropped(monkeypatch: pyt
         rig.store(keys)
     rig.tier.most_writes = 1000
     rig.clock.now += 0.02
-    for _ in range(4):
-        rig.settle()
+    rig.settle(4)
     assert [on_disk(rig, keys) for keys in chains] == [0, 0, 4, 4, 4]
     assert rig.counts()["tier_dropped_writes:memory"] == 8
 
@@ -194,8 +190,7 @@ def test_an_idle_engine_keeps_stepping_while_the_tier_writes() -> None:
         assert rig.manager.has_pending_writes
         rig.clock.now += PATIENCE_S
         assert not rig.manager.has_pending_writes, "the tier hangs"
-    for _ in range(3):
-        rig.settle()
+    rig.settle(3)
     assert not rig.manager.has_pending_writes
 
 
@@ -256,7 +251,6 @@ def test_a_chain_is_completed_while_its_request_waits_for_a_promotion() -> None:
     compute(rig, keys[:2])
     rig.manager.touch(keys, A)
     assert rig.manager.lookup(keys, A) is None
-    for _ in range(2):
-        rig.settle()
+    rig.settle(2)
     assert in_tier(rig, keys) == [0, 1, 2, 3, 4, 5]
     assert rig.manager.lookup(keys, A) == 6
