@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -10,10 +9,7 @@ from typing import Any
 import pytest
 
 from kvoffload.abc import ByteArray, OffloadKey, Slots, States, Tier, TierResult
-from kvoffload.tiering import writes
 from kvoffload.tiering.health import CircuitBreaker
-from kvoffload.tiering.plan import WritePlan, plan_writes
-from kvoffload.tiering.waits import Waits
 from kvoffload.tiers.remote import link
 from kvoffload.tiers.remote.client import Outcome
 from kvoffload.tiers.remote.known import PresenceCache
@@ -24,22 +20,20 @@ from tests.scale import scaled
 from tests.sim import __main__ as program
 from tests.sim import life as living
 from tests.sim import store_medium
-from tests.sim.engine import Late, Leak, WrongBytes
-from tests.sim.life import Blocked, Patch
+from tests.sim.engine import Leak, WrongBytes
+from tests.sim.life import Blocked
 from tests.sim.planted import Bug, bugs, check_found
 from tests.sim.servers import (
     Costly,
     DeletedOthers,
     NotFound,
     SharedMedium,
-    SharingServer,
     plan_servers,
     simulate_servers,
 )
 from tests.sim.simulation import Report, run_each
 from tests.sim.store_medium import StoreConnection, StoreMedium
 from tests.sim.stores import SimulatedClient, SimulatedProcess, SimulatedStarter, StoreFaults
-from tests.sim.watch import Unreachable
 
 SEEDS = scaled(8)
 PLANTED_SEEDS = 400
@@ -225,17 +219,6 @@ def misses_remembered_for_good(monkeypatch: pytest.MonkeyPatch) -> type[SharedMe
     return StoreMedium
 
 
-def a_block_left_out(monkeypatch: pytest.MonkeyPatch) -> type[SharedMedium]:
-    """The blocks behind it are written behind a hole."""
-
-    def without_the_first(*args: Any, **options: Any) -> WritePlan:
-        made = plan_writes(*args, **options)
-        return dataclasses.replace(made, keys=made.keys[1:]) if len(made.keys) > 2 else made
-
-    monkeypatch.setattr(writes, "plan_writes", without_the_first)
-    return StoreMedium
-
-
 def store_asked_on_the_schedulers_thread(monkeypatch: pytest.MonkeyPatch) -> type[SharedMedium]:
     class Connection(StoreConnection):
         def open(self, pools: Sequence[ByteArray]) -> Tier:
@@ -275,18 +258,6 @@ def a_result_lost(monkeypatch: pytest.MonkeyPatch) -> type[SharedMedium]:
     return failing()
 
 
-def no_deadline(monkeypatch: pytest.MonkeyPatch) -> type[SharedMedium]:
-    start = SharingServer.start
-
-    def start_without(server: SharingServer, patch: Patch[SharingServer] | None = None) -> None:
-        start(server, patch)
-        server.engine.scheduler.lookups.deadline_s = 1e9
-
-    monkeypatch.setattr(Waits, "_give_up_late", lambda waits, now: None)
-    monkeypatch.setattr(SharingServer, "start", start_without)
-    return failing(hang_s=30.0, late_get=0.3)
-
-
 BUGS: dict[Bug, tuple[tuple[type[Exception], ...], int]] = {
     verification_skipped: ((WrongBytes,), 6),
     half_of_a_value_accepted: ((WrongBytes,), 12),
@@ -297,11 +268,9 @@ BUGS: dict[Bug, tuple[tuple[type[Exception], ...], int]] = {
     breaker_that_never_opens: ((Costly,), 10),
     old_process_goes_on: ((WrongBytes,), 11),
     misses_remembered_for_good: ((NotFound,), 6),
-    a_block_left_out: ((Unreachable,), 1),
     store_asked_on_the_schedulers_thread: ((Blocked,), 0),
     host_slot_freed_while_it_is_written_from: ((WrongBytes,), 4),
     a_result_lost: ((Leak,), 0),
-    no_deadline: ((Late,), 3),
 }
 """The errors of the laws that each breaks, and a seed that has found it, which is tried first."""
 
