@@ -10,7 +10,7 @@ import pytest
 from kvoffload.abc import MissReason, TierResult
 from kvoffload.tiering.lookup import RATE_TTL_S, num_worth_loading
 from kvoffload.tiering.rates import Ended, ReadEstimator
-from tests.tiering.rig import A, B, Rig, chain
+from tests.tiering.rig import A, B, Rig, below, chain
 
 
 def test_reads_at_the_same_time_count_once() -> None:
@@ -52,9 +52,7 @@ def test_blocks_that_take_longer_to_load_than_to_compute_are_computed(seconds_pe
 
 
 def test_load_only_if_faster_can_be_switched_off() -> None:
-    rig = Rig(load_only_if_faster=False, load_deadline_ms=1e6)
-    keys = chain("x", 4)
-    rig.store_below(keys)
+    rig, keys = below(4, load_only_if_faster=False, load_deadline_ms=1e6)
     rig.measure(1e6)
     assert rig.manager.lookup(keys, A) is None
 

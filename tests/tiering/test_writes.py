@@ -10,7 +10,7 @@ from kvoffload.abc import IntegrityError, OffloadKey, Slots
 from kvoffload.tiering.chains import MAX_REST_S
 from kvoffload.tiering.manager import WRITE_SHARE
 from kvoffload.tiering.writes import PATIENCE_S
-from tests.tiering.rig import A, B, Rig, begin, chain, compute, in_tier, on_disk
+from tests.tiering.rig import A, B, Rig, begin, below, chain, compute, in_tier, on_disk
 
 
 def evict(rig: Rig, victims: list[OffloadKey], stored: list[OffloadKey]) -> None:
@@ -33,20 +33,6 @@ def test_a_write_does_not_change_the_eviction_order() -> None:
     output = rig.manager.prepare_store(chain("y", 3))
     assert output is not None
     assert output.evicted_keys == keys[:3]
-
-
-def test_a_refused_write_is_tried_again() -> None:
-    rig = Rig(host_blocks=32)
-    keys = chain("x", 3)
-    rig.tier.most_writes = 1
-    rig.store(keys)
-    assert rig.host.num_available_blocks == rig.host.num_blocks - 1
-    for n in range(3):
-        assert on_disk(rig, keys) == n
-        rig.settle()
-        rig.clock.now += 1
-    assert on_disk(rig, keys) == 3
-    assert rig.host.num_available_blocks == rig.host.num_blocks
 
 
 def test_a_chain_that_grows_is_not_looked_up_from_its_head_each_time() -> None:
@@ -244,9 +230,7 @@ def test_a_dropped_chain_keeps_blocks_behind_one_that_another_chain_writes(monke
 
 
 def test_a_chain_is_completed_while_its_request_waits_for_a_promotion() -> None:
-    rig = Rig(host_blocks=64)
-    keys = chain("x", 6)
-    rig.store_below(keys)
+    rig, keys = below(6, host_blocks=64)
     rig.tier.delete(keys[:2])
     compute(rig, keys[:2])
     rig.manager.touch(keys, A)
