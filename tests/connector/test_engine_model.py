@@ -570,11 +570,6 @@ def never_report_failed_loads(worker: OffloadingConnectorWorker) -> None:
     wrap(worker, "get_finished", lambda finished, meta: dataclasses.replace(finished(meta), failed={}))
 
 
-def weights_unwatched(engine: ModelEngine) -> None:
-    for rank in engine.ranks:
-        rank.worker.weights.watch = None
-
-
 def reports_before_weights_are_compared(engine: ModelEngine) -> None:
     """A comparison that has not ended counts as one that has found no change."""
     for rank in engine.ranks:
@@ -656,11 +651,6 @@ def one_ranks_failed_load_ignored(engine: ModelEngine) -> None:
         never_report_failed_loads(engine.ranks[0].worker)
 
 
-def one_ranks_failed_store_ignored(engine: ModelEngine) -> None:
-    if len(engine.ranks) > 1:
-        never_report_failed_stores(engine.ranks[0].worker)
-
-
 def never_report_failed_stores(worker: OffloadingConnectorWorker) -> None:
     stores: set[int] = set()
 
@@ -736,17 +726,6 @@ class ShortWindow(KVGroup):
 
 def window_one_token_short(engine: ModelEngine) -> None:
     with_layout_groups(engine, ShortWindow)
-
-
-def slots_of_two_groups_swapped(engine: ModelEngine) -> None:
-    def swap(spec: TransferSpec) -> TransferSpec:
-        if sum(size > 0 for size in spec.device.group_sizes) < 2:
-            return spec
-        slots = spec.host.slots.copy()
-        slots[[0, -1]] = slots[[-1, 0]]
-        return with_slots(spec, slots)
-
-    change_loads(engine, swap)
 
 
 def factors_of(engine: ModelEngine) -> list[int]:
@@ -858,7 +837,6 @@ HINTS = {
     "unpinned_while_loading": 79,
     "reset_keeps_stores_going": 18,
     "one_ranks_failed_load_ignored": 39,
-    "one_ranks_failed_store_ignored": 39,
     "part_of_the_first_block_ignored": 28,
     "stores_what_slid_out": 19,
     "window_one_token_short": 38,
@@ -892,9 +870,7 @@ PLANTED: dict[Callable[[int], Scenario], tuple[Bug, ...]] = {
         one_rank_reports_stores_early,
         one_rank_loads_early,
         one_ranks_failed_load_ignored,
-        one_ranks_failed_store_ignored,
         one_rank_skips_fences,
-        slots_of_two_groups_swapped,
         two_parts_exchanged,
         part_of_the_first_block_ignored,
         drafts_named_by_one_token_of_two,
@@ -908,7 +884,6 @@ PLANTED: dict[Callable[[int], Scenario], tuple[Bug, ...]] = {
     many_resets: (preemption_forgets_new_blocks,),
     sleeps: (kept_over_every_reset, weights_accepted_before_they_are_compared),
     silent_updates: (
-        weights_unwatched,
         reports_before_weights_are_compared,
         new_weights_accepted_at_the_next_load,
         engines_old_blocks_taken_for_new,

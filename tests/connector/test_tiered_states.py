@@ -268,15 +268,6 @@ def test_keys_come_by_the_end_of_their_blocks(seed: int) -> None:
 # Admissions and lower tiers.
 
 
-class Deaf(LRUOffloadingManager):
-    """Its admission hears of the states only that a request uses."""
-
-    def touch(
-        self, keys: Keys, req_context: ReqContext | None = None, chain: Keys | None = None, found: Slots | None = None
-    ) -> None:
-        super().touch(keys, req_context, None, found)
-
-
 def states_after_two_requests(manager: LRUOffloadingManager, num_requests: int) -> list[list[int]]:
     rig = GroupRig(manager=manager)
     manager.admission = ReuseFilter(2)
@@ -290,7 +281,6 @@ def states_after_two_requests(manager: LRUOffloadingManager, num_requests: int) 
 def test_an_admission_counts_a_request_once_for_each_of_its_states() -> None:
     assert states_after_two_requests(LRUOffloadingManager(HostBackend(1, 100)), 1) == [[], []]
     assert states_after_two_requests(LRUOffloadingManager(HostBackend(1, 100)), 2) == [[40], [40]]
-    assert states_after_two_requests(Deaf(HostBackend(1, 100)), 2) != [[40], [40]]
 
 
 def test_a_touch_reads_no_state_from_a_tier() -> None:

@@ -110,13 +110,6 @@ def test_pending_events_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 # An index made from events alone, over a random history.
 
 
-class SilentTier(SpyTier):
-    """The control: does not say what it evicts."""
-
-    def take_evicted(self) -> list[OffloadKey]:
-        return []
-
-
 def disk_tier(pools: Any, executor: SteppedExecutor, clock: Any) -> Tier:
     return DiskTier(
         SimulatedStorage(1 << 24, pause=executor.pause),
@@ -176,13 +169,3 @@ def test_a_router_knows_what_the_disk_tier_holds(seed: int) -> None:
     believed, held = history(disk_tier, seed)
     assert held
     assert believed == held
-
-
-def test_a_tier_that_does_not_say_what_it_evicts_is_found() -> None:
-    """The control of the test above."""
-
-    def silent(pools: Any, executor: SteppedExecutor, clock: Any) -> Tier:
-        return SilentTier(pools, 20, executor, clock)
-
-    believed, held = history(silent, 0)
-    assert believed > held

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
-import pytest
-
 from kvoffload.abc import Hints, Offer, ReqContext
 from kvoffload.cache.admission import ReuseFilter
 from kvoffload.tiering.manager import TierSettings
-from kvoffload.tiering.writes import WriteThrough
 from tests.tiering.rig import Rig, chain, in_tier
 
 
@@ -46,14 +42,6 @@ def test_what_has_left_the_device_leaves_as_any_other_block() -> None:
     rig.manager.touch(new)
     rig.store(chain("third", 2))
     assert present(rig, old, new) == [0, 2]
-
-
-def test_marked_too_early_a_tier_would_lose_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control of the first test."""
-    monkeypatch.setattr(WriteThrough, "is_done", lambda self, keys: np.ones(len(keys), dtype=np.bool_))
-    rig, old, new = a_full_host()
-    rig.store(chain("third", 1))
-    assert present(rig, old, new) != [1, 2]
 
 
 def test_a_block_on_the_device_that_the_tiers_hold_is_not_stored_until_it_leaves() -> None:
