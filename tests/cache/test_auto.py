@@ -18,34 +18,13 @@ from kvoffload.cache.slots import HostBackend
 from kvoffload.native.reference import TICKS_PER_S
 from kvoffload.native.structures import GhostTable
 from kvoffload.testing.conformance import PolicyConformance
-from tests.cache.reference_auto import TEXTBOOK, Fixed, ReferenceAutoManager, ReferenceShadows, TextbookTournament
-from tests.suites.stateful import WALK_SEEDS, manager_machine, walk
+from tests.cache.reference_auto import TEXTBOOK, Fixed, ReferenceShadows
 
 BY_NAME = {rule.name: rule for rule in RULES}
 
 
 def make_auto(num_blocks: int) -> PolicyOffloadingManager:
     return PolicyOffloadingManager(HostBackend(16, num_blocks), AutoPolicy(num_blocks), enable_events=True)
-
-
-def compare_rules(manager: PolicyOffloadingManager, reference: ReferenceAutoManager) -> None:
-    state = manager.policy.state()
-    assert state["rule"] == reference.rule.name
-    assert list(state["scores"].values()) == pytest.approx(reference.scores)
-
-
-def make_textbook(num_blocks: int) -> PolicyOffloadingManager:
-    policy = AutoPolicy(num_blocks, TextbookTournament(num_blocks))
-    return PolicyOffloadingManager(HostBackend(16, num_blocks), policy, enable_events=True)
-
-
-Machine = manager_machine(make_textbook, ReferenceAutoManager, compare_rules)
-TestAgainstTheReference = Machine.TestCase
-
-
-@pytest.mark.parametrize("seed", WALK_SEEDS)
-def test_a_long_walk_matches_the_reference(seed: int) -> None:
-    walk(Machine, seed)
 
 
 class TestPolicyConformance(PolicyConformance):

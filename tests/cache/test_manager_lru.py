@@ -24,16 +24,10 @@ from kvoffload.cache.manager import LRUOffloadingManager, PolicyOffloadingManage
 from kvoffload.cache.policies.lru import LRUPolicy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.testing.conformance import keys
-from tests.suites.reference import ReferenceLRUManager
-from tests.suites.stateful import WALK_SEEDS, manager_machine, walk
 
 
 def make_lru(num_blocks: int) -> LRUOffloadingManager:
     return LRUOffloadingManager(HostBackend(16, num_blocks), enable_events=True)
-
-
-Machine = manager_machine(make_lru, ReferenceLRUManager)
-TestAgainstTheReference = Machine.TestCase
 
 
 @pytest.mark.parametrize("gap", [0, 1, 127, 128, 129, 255, 256, 599])
@@ -96,15 +90,6 @@ def test_a_miss_is_explained() -> None:
     assert (miss.reason, miss.age_s) == (MissReason.EVICTED, 2.5)
     manager.reset()
     assert reason("d") is MissReason.RESET
-
-
-@pytest.mark.parametrize("seed", WALK_SEEDS)
-def test_walk_matches_the_reference(seed: int) -> None:
-    walk(Machine, seed)
-
-
-def test_long_walk_matches_the_reference() -> None:
-    walk(Machine, seed=0, num_blocks=64, num_steps=1500)
 
 
 CORRUPTIONS: dict[str, Callable[[LRUOffloadingManager], object]] = {

@@ -7,36 +7,50 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from hypothesis import settings
 
 from kvoffload.abc import Access, CachePolicy, IntegrityError, Offer, OffloadingManager, OffloadKey, Slots
 from kvoffload.cache.keys import make_offload_key
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import BUILTIN, make_policy
 from kvoffload.cache.policies.arc import ARCPolicy
+from kvoffload.cache.policies.auto import AutoPolicy
+from kvoffload.cache.policies.engine_arc import EngineARCPolicy
 from kvoffload.cache.policies.lru import LRUPolicy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.testing.conformance import keys, letters
-from tests.cache.reference_policies import ReferenceTextbookARCManager
+from tests.cache.reference_auto import ReferenceAutoManager, TextbookTournament
+from tests.cache.reference_policies import ReferenceARCManager, ReferenceTextbookARCManager
 from tests.suites.reference import ReferenceLRUManager, ReferenceManager
-from tests.suites.stateful import SETTINGS, WALK_SEEDS, ManagerMachine, manager_machine, walk
+from tests.suites.stateful import WALK_SEEDS, ManagerMachine, manager_machine, walk
+
+
+def same_lists(policy: Any, reference: Any) -> None:
+    for name in ("t1", "t2"):
+        assert len(getattr(policy, name)) == len(getattr(reference, name))
+    for name in ("b1", "b2"):
+        assert list(getattr(policy, name)) == getattr(reference, name)
+    assert policy.target_t1_size == reference.target_t1_size
+
+
+def same_rules(policy: AutoPolicy, reference: ReferenceAutoManager) -> None:
+    state = policy.state()
+    assert state["rule"] == reference.rule.name
+    assert list(state["scores"].values()) == pytest.approx(reference.scores)
 
 
 @dataclass(frozen=True)
 class Case:
+    make: Callable[[int], CachePolicy]
     reference: Callable[[int], ReferenceManager]
-    state: Callable[[Any], object] = lambda policy: None
-    """What the policy has learned, which must be equal to ``state_of_reference``."""
-    state_of_reference: Callable[[Any], object] = lambda reference: None
-
-
-def arc_state(policy: ARCPolicy) -> object:
-    return len(policy.t1), len(policy.t2), list(policy.b1), list(policy.b2), policy.target_t1_size
+    compare: Callable[[Any, Any], None] = lambda policy, reference: None
+    """Asserts that both have learned the same."""
 
 
 CASES: dict[str, Case] = {
-    "lru": Case(ReferenceLRUManager),
-    "arc": Case(ReferenceTextbookARCManager, arc_state, lambda r: (len(r.t1), len(r.t2), r.b1, r.b2, r.target_t1_size)),
+    "lru": Case(LRUPolicy, ReferenceLRUManager),
+    "engine arc": Case(EngineARCPolicy, ReferenceARCManager, same_lists),
+    "arc": Case(ARCPolicy, ReferenceTextbookARCManager, same_lists),
+    "auto": Case(lambda n: AutoPolicy(n, TextbookTournament(n)), ReferenceAutoManager, same_rules),
 }
 policies = pytest.mark.parametrize("name", CASES)
 
@@ -49,29 +63,27 @@ def on_a_host(policy: CachePolicy, must_store: bool = False) -> PolicyOffloading
     return PolicyOffloadingManager(HostBackend(16, policy.capacity), policy, enable_events=True, must_store=must_store)
 
 
-def machine(name: str, policy: type[CachePolicy] | None = None) -> type[ManagerMachine]:
-    case, policy = CASES[name], policy or BUILTIN[name]
+def machine(name: str, make: Callable[[int], CachePolicy] | None = None) -> type[ManagerMachine]:
+    case = CASES[name]
 
     def compare(manager: Any, reference: Any) -> None:
-        assert case.state(manager.policy) == case.state_of_reference(reference)
+        case.compare(manager.policy, reference)
 
-    made = manager_machine(lambda n: on_a_host(policy(n)), case.reference, compare)
-    made.TestCase.settings = settings(SETTINGS, max_examples=SETTINGS.max_examples // 4)
-    return made
+    return manager_machine(lambda n: on_a_host((make or case.make)(n)), case.reference, compare)
 
 
-TestTextbookARC = machine("arc").TestCase
+TestLRU, TestEngineARC, TestARC, TestAuto = (machine(name).TestCase for name in CASES)
 
 
 @policies
-@pytest.mark.parametrize("seed", WALK_SEEDS[::4])
+@pytest.mark.parametrize("seed", WALK_SEEDS)
 def test_walk_matches_the_reference(name: str, seed: int) -> None:
     walk(machine(name), seed)
 
 
 @policies
 def test_long_walk_matches_the_reference(name: str) -> None:
-    walk(machine(name), seed=0, num_blocks=64, num_steps=300)
+    walk(machine(name), seed=0, num_blocks=64, num_steps=1500)
 
 
 class ForgetsTheHead(LRUPolicy):

@@ -222,8 +222,12 @@ class Rig:
         request = FakeRequest(name, tokens)
         meta = self.start(request)
         self.report(*meta.stores, times=self.num_workers)
+        self.end(request)
+
+    def end(self, request: FakeRequest) -> StepMeta:
+        """The request ends. Returns the step after that."""
         self.half.request_finished(request)
-        self.step()
+        return self.step()
 
     def load(self, request: FakeRequest, computed: int = 0, ids: list[int] | None = None) -> StepMeta:
         """The request takes what it is offered; the step that starts its load."""
@@ -247,6 +251,20 @@ class Rig:
 
 def prompt(n: int, start: int = 0) -> list[int]:
     return list(range(start, start + n))
+
+
+def rig_with(tokens: list[int], **options: Any) -> Rig:
+    """Returns a rig that has stored the blocks of ``tokens``. ``options`` are those of Rig."""
+    rig = Rig(**options)
+    rig.store(tokens)
+    return rig
+
+
+def offered(num_tokens: int = 9, **options: Any) -> tuple[Rig, FakeRequest]:
+    """Returns a rig that has stored ``prompt(8)``, and a request of ``num_tokens`` that was offered these blocks."""
+    rig, request = rig_with(prompt(8), **options), FakeRequest("r", prompt(num_tokens))
+    assert rig.look_up(request) == (8, True)
+    return rig, request
 
 
 def only(jobs: Mapping[int, TransferSpec]) -> tuple[int, TransferSpec]:

@@ -65,11 +65,6 @@ def compute(rig: Rig, meta: StepMeta, loaded: dict[int, bytes]) -> None:
     rig.report(*meta.stores)
 
 
-def end(rig: Rig, request: FakeRequest) -> None:
-    rig.half.request_finished(request)
-    rig.step()
-
-
 def store(rig: Rig, number: int, digest: bytes, tokens: list[int]) -> None:
     """A request with an adapter, of which the workers say this, computes ``tokens``, and its blocks are stored."""
     request = using(number, tokens, "writer")
@@ -77,8 +72,7 @@ def store(rig: Rig, number: int, digest: bytes, tokens: list[int]) -> None:
         answer(rig, digest)
     meta = rig.start(request)
     rig.report(*meta.stores)
-    rig.half.request_finished(request)
-    rig.step()
+    rig.end(request)
 
 
 def found(rig: Rig, number: int, digest: bytes, tokens: list[int], name: str = "reader") -> int | None:
@@ -140,8 +134,7 @@ def test_an_unknown_adapter_is_neither_loaded_nor_stored(trouble: str) -> None:
     else:
         answer(rig, b"digest" if trouble.startswith("one") else UNREADABLE, UNREADABLE)
     assert not rig.start(request).stores
-    rig.half.request_finished(request)
-    assert not rig.step().stores
+    assert not rig.end(request).stores
     assert [record.reason for record in rig.half.records] == [MissReason.ADAPTER_UNKNOWN]
     if trouble != "no answer":
         # The next request asks again.
@@ -217,8 +210,7 @@ def test_device_blocks_of_other_bytes_under_the_same_name_are_not_stored() -> No
         meta = rig.step({request: 8}, new={request.request_id: ids})
         assert bool(meta.stores) is stores
         rig.report(*meta.stores)
-        rig.half.request_finished(request)
-        rig.step()
+        rig.end(request)
 
 
 def test_what_follows_a_part_of_a_device_block_is_not_stored() -> None:
@@ -267,7 +259,7 @@ def test_what_a_batch_has_computed_with_other_bytes_than_planned_is_not_stored(l
         say(rig, 1, b"B")
     compute(rig, meta, {1: loaded})
     for request in ids:
-        end(rig, request)
+        rig.end(request)
     found_of = {
         (request.request_id, digest): found(rig, number, digest, [*request.tokens, 1])
         for number, (request, digest) in enumerate(itertools.product(ids, (b"A", b"B")), start=2)
@@ -316,7 +308,7 @@ def test_another_source_under_the_same_number_is_asked_for() -> None:
         assert rig.look_up(request) == (None, False)
         answer(rig, b"digest")
         assert rig.look_up(request) == (0, False)
-        end(rig, request)
+        rig.end(request)
 
 
 def test_a_prompt_that_is_loaded_whole_stores_what_follows() -> None:
@@ -324,7 +316,7 @@ def test_a_prompt_that_is_loaded_whole_stores_what_follows() -> None:
     rig = rig_of()
     writer = AdapterRequest("writer", prompt(8))
     rig.report(*rig.start(writer).stores)
-    end(rig, writer)
+    rig.end(writer)
     request = AdapterRequest("r", prompt(8))
     meta = rig.load(request)
     rig.report(*meta.loads)
@@ -334,7 +326,7 @@ def test_a_prompt_that_is_loaded_whole_stores_what_follows() -> None:
     meta = rig.step({request: 9}, new={"r": ids})
     assert meta.stores
     rig.report(*meta.stores)
-    end(rig, request)
+    rig.end(request)
     turn = AdapterRequest("turn", request.tokens + prompt(8, 170))
     rig.look_up(turn, 16)
     ids += rig.new_blocks(2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvoffload.connector.options import PARAM
-from tests.connector.rig import REMOTE_DECODE, FakeRequest, Rig, only, prompt
+from tests.connector.rig import REMOTE_DECODE, FakeRequest, Rig, only, prompt, rig_with
 
 OTHERS = {"is_beside_others": True}
 
@@ -107,8 +107,7 @@ def test_nothing_is_kept_of_a_load_that_failed_in_the_step_that_computed_with_it
         assert not rig.start(other, [1, 2, 6, 7], computed=8, num_tokens=5).stores, (
             "computed with blocks that may be wrong"
         )
-    rig.half.request_finished(request)
-    rig.step()
+    rig.end(request)
     fresh = FakeRequest("f", prompt(8, start=80))
     assert rig.start(fresh, [1, 2]).stores, "blocks that are filled anew are sound"
     assert not rig.half.off
@@ -131,8 +130,7 @@ def test_a_failed_load_that_its_request_waits_for_concerns_no_other_request() ->
 def test_a_request_whose_load_by_another_connector_failed_is_offered_no_other(has_failed: bool) -> None:
     """It has lost its device blocks, and may stand before requests that hold those which a load would need. The control
     has run, and is preempted."""
-    rig = Rig(options=OTHERS)
-    rig.store(prompt(8))
+    rig = rig_with(prompt(8), options=OTHERS)
     request = FakeRequest("l", prompt(9))
     assert rig.look_up(request) == (8, True)
     rig.allocate(request, [1, 2, 3])

@@ -63,8 +63,7 @@ def finish(rig: Rig, name: str, tokens: list[int], ids: list[int], tenant: str |
     """A request computes ``tokens`` in device blocks ``ids``, and ends."""
     request = FakeRequest(name, tokens, None if tenant is None else {"kvoffload": {"tenant": tenant}})
     assert not rig.start(request, ids).stores, "the device holds what was computed"
-    rig.half.request_finished(request)
-    assert not rig.step().stores
+    assert not rig.end(request).stores
 
 
 def test_what_the_engine_finds_on_the_device_does_not_leave_it() -> None:
@@ -72,8 +71,7 @@ def test_what_the_engine_finds_on_the_device_does_not_leave_it() -> None:
     finish(rig, "a", prompt(8), [1, 2])
     sharer = FakeRequest("b", prompt(12), num_computed_tokens=8)
     assert not rig.start(sharer, [1, 2, 3], computed=8, num_tokens=4).stores
-    rig.half.request_finished(sharer)
-    rig.step()
+    rig.end(sharer)
     job, spec = only(rig.start(FakeRequest("c", prompt(8, start=50)), [3, 2]).stores)
     assert device_ids(spec) == [2, 3], "the head of the chain is stored as its head"
     rig.report(job)
@@ -232,8 +230,7 @@ def test_blocks_that_the_device_holds_leave_host_memory_first() -> None:
     meta = rig.load(again, ids=[3, 4])
     rig.report(*meta.loads, *meta.stores)
     rig.step({again: 1}, new={"c": [3, 4, 5]})
-    rig.half.request_finished(again)
-    rig.step()
+    rig.end(again)
     rig.report(*rig.start(FakeRequest("d", prompt(8, start=70)), [1, 2]).stores)
     assert rig.status(prompt(8, start=50)) == [0, 0], "stored for the last block of the chain that the device holds"
     assert rig.status(prompt(8)) == [None, 0], "the device keeps the head for longest"
@@ -349,8 +346,7 @@ def test_blocks_of_a_request_with_hints_are_stored_at_once() -> None:
     request = FakeRequest("a", prompt(8), {"kvoffload": {"session": "s", "drop": True}})
     rig.report(*rig.start(request, [1, 2]).stores)
     assert rig.status(prompt(8)) == [0, 0]
-    rig.half.request_finished(request)
-    rig.step()
+    rig.end(request)
     finish(rig, "b", prompt(8, start=50), [3, 4])
     rig.report(*rig.start(FakeRequest("c", prompt(8, start=70)), [4, 3]).stores)
     assert rig.status(prompt(8)) == [None, None]
@@ -465,8 +461,7 @@ def test_a_block_of_two_tenants_without_salts_is_stored_for_both() -> None:
     for name in ("b1", "b2"):
         other = FakeRequest(name, [*prompt(8), 99], {"kvoffload": {"tenant": "b"}}, num_computed_tokens=8)
         assert not rig.start(other, [1, 2, 3], computed=8, num_tokens=1).stores
-        rig.half.request_finished(other)
-        rig.step()
+        rig.end(other)
     meta = rig.start(FakeRequest("c", prompt(4, start=50)), [1])
     assert [device_ids(spec) for spec in meta.stores.values()] == [[1], [1]]
     assert meta.fences == list(meta.stores)
@@ -486,8 +481,7 @@ def test_names_of_a_device_block_are_bounded_and_the_first_one_stays() -> None:
         rig.look_up(request, computed=4)
         rig.allocate(request, [1, 2])
         rig.step({request: 1}, new={f"t{i}": [1, 2]})
-        rig.half.request_finished(request)
-    rig.step()
+        rig.end(request)
     rig.report(*rig.start(FakeRequest("c", prompt(4, start=50)), [1]).stores)
     found = []
     for i in range(2 * MAX_NAMES):
@@ -502,8 +496,7 @@ def test_what_is_stored_for_a_request_is_counted_after_it_has_ended() -> None:
     finish(rig, "a", prompt(12), [1, 2, 3])
     sharer = FakeRequest("b", [*prompt(12), 99], num_computed_tokens=12)
     rig.start(sharer, [1, 2, 3, 4], computed=12, num_tokens=1)
-    rig.half.request_finished(sharer)
-    rig.step()
+    rig.end(sharer)
     rig.report(*rig.start(FakeRequest("c", prompt(4, start=50)), [3]).stores)
     rig.report(*rig.start(FakeRequest("d", prompt(4, start=60)), [2]).stores, failed=True)
     assert {record.req_id: record.stored_tokens for record in rig.half.records} == {"a": TOKENS, "b": 0, "c": 0, "d": 0}

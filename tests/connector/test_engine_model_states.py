@@ -19,7 +19,6 @@ from tests.connector.test_engine_model import (
     caught,
     exact_ends,
     kind_of,
-    leave_out_of_fences,
     many_resets,
     same_kv,
     silent_updates,
@@ -27,7 +26,7 @@ from tests.connector.test_engine_model import (
 )
 from tests.scale import scaled
 from tests.sim.content import EngineRequest
-from tests.sim.engine import BrokenPromise, ModelEngine, Scenario
+from tests.sim.engine import BrokenPromise, ModelEngine, Scenario, WrongBytes
 from tests.sim.planted import wrap
 
 SEEDS = scaled(40)
@@ -408,31 +407,22 @@ def states_stored_before_their_step(engine: ModelEngine) -> None:
         wrap(rank.worker, "end_step", fenced)
 
 
-def fence_of_states_left_out(engine: ModelEngine) -> None:
-    leave_out_of_fences(engine, lambda group: group.state)
-
-
 @pytest.mark.parametrize(
-    "bug",
+    ("bug", "scenario", "by"),
     [
-        state_named_after_the_boundary_before,
-        state_of_another_boundary_loaded,
-        load_without_its_state,
-        states_offered_a_step_later,
-        states_offered_a_step_early,
-        states_stored_before_their_step,
-        fence_of_states_left_out,
+        (state_named_after_the_boundary_before, hybrid, WrongBytes),
+        (state_of_another_boundary_loaded, hybrid, WrongBytes),
+        (load_without_its_state, hybrid, WrongBytes),
+        (states_offered_a_step_later, hybrid, WrongBytes),
+        (states_offered_a_step_early, hybrid, WrongBytes),
+        (states_stored_before_their_step, hybrid, WrongBytes),
+        (state_taken_by_position, many_scratch_blocks, WrongBytes),
+        # A load names all blocks that the engine allocated, so the state is missing before it could be read.
+        (hit_without_its_state, hybrid, BrokenPromise),
     ],
-    ids=lambda bug: bug.__name__,
+    ids=lambda value: value.__name__,
 )
-def test_planted_bug_of_states_is_caught(bug: Bug) -> None:
-    assert caught(bug, hybrid, seeds=PLANTED_SEEDS), f"{bug.__name__} went unnoticed in {PLANTED_SEEDS} schedules"
-
-
-def test_hit_without_its_state_is_caught() -> None:
-    """A load names all blocks that the engine allocated, so the state is missing before it could be read."""
-    assert caught(hit_without_its_state, hybrid, by=BrokenPromise, seeds=PLANTED_SEEDS)
-
-
-def test_state_taken_by_position_is_caught() -> None:
-    assert caught(state_taken_by_position, many_scratch_blocks, seeds=PLANTED_SEEDS)
+def test_planted_bug_of_states_is_caught(
+    bug: Bug, scenario: Callable[[int], Scenario], by: type[AssertionError]
+) -> None:
+    assert caught(bug, scenario, by, PLANTED_SEEDS), f"{bug.__name__} went unnoticed in {PLANTED_SEEDS} schedules"

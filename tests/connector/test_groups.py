@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from kvoffload.abc import ConfigError, KVGroup, OffloadingManager, OffloadKey, ReqContext, ScheduledStep
-from kvoffload.cache.keys import hash_blocks, key_block_hash, key_group_idx, make_offload_key
+from kvoffload.cache.keys import key_block_hash, key_group_idx, make_offload_key
 from kvoffload.cache.manager import LRUOffloadingManager
 from kvoffload.cache.slots import HostBackend
-from kvoffload.cache.tenants import Tenants
 from kvoffload.connector import request as request_module
 from kvoffload.connector.layout import KeyLayout
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
@@ -21,23 +20,21 @@ from tests.connector.rig import TOKENS, FakeRequest, SpyManager, make_half, prom
 FULL, WINDOW = 0, 1
 
 
-@pytest.mark.parametrize("sizes", [{"sliding_window": 0}, {"block_size_factor": 0}, {"attention_chunk": -1}])
-def test_an_invalid_group_is_refused(sizes: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match="must be at least 1"):
+@pytest.mark.parametrize(
+    ("sizes", "wrong"),
+    [
+        ({"sliding_window": 0}, "must be at least 1"),
+        ({"attention_chunk": -1}, "must be at least 1"),
+        ({"block_size_factor": 0}, "must be at least 1"),
+        ({"sliding_window": 8, "attention_chunk": 8}, "not several"),
+        ({"block_size_factor": 2, "lookahead": -1}, "lookahead=-1: must be from 0 to 8, the tokens of one block"),
+        ({"block_size_factor": 2, "lookahead": 9}, "lookahead=9: must be from 0 to 8, the tokens of one block"),
+        ({"state": True, "lookahead": 1}, "lookahead=1: must be 0 for a group with a state"),
+    ],
+)
+def test_an_invalid_group_is_refused(sizes: dict[str, int], wrong: str) -> None:
+    with pytest.raises(ConfigError, match=wrong):
         KVGroup(4, **sizes)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="not several"):
-        KVGroup(4, sliding_window=8, attention_chunk=8)
-
-
-@pytest.mark.parametrize("lookahead", [-1, 9])
-def test_a_lookahead_that_is_negative_or_longer_than_a_block_is_refused(lookahead: int) -> None:
-    with pytest.raises(ConfigError, match=f"lookahead={lookahead}: must be from 0 to 8, the tokens of one block"):
-        KVGroup(4, 2, lookahead=lookahead)
-
-
-def test_a_lookahead_of_states_is_refused() -> None:
-    with pytest.raises(ConfigError, match="lookahead=1: must be 0 for a group with a state"):
-        KVGroup(4, state=True, lookahead=1)
 
 
 @pytest.mark.parametrize(
@@ -231,16 +228,6 @@ def test_a_request_waits_for_no_answer_about_blocks_that_another_group_lacks(
 
 def scheduler(manager: OffloadingManager, **options: Any) -> OffloadingConnectorScheduler:
     return make_half(manager, groups=[KVGroup(TOKENS)], **options)
-
-
-def test_the_namespace_is_part_of_the_key() -> None:
-    manager = SpyManager(4)
-    found = {}
-    for namespace in (b"one", b"two", b""):
-        scheduler(manager, tenants=Tenants(namespace)).get_num_new_matched_tokens(FakeRequest("r", prompt(5)), 0)
-        found[namespace] = manager.lookups[-1]
-    (h,) = hash_blocks(prompt(4), TOKENS)
-    assert found == {name: [make_offload_key(name + h, 0)] for name in found}
 
 
 def test_a_blocks_key_has_the_hash_of_its_last_hash_block() -> None:

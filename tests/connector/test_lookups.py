@@ -8,7 +8,7 @@ from kvoffload.abc import KVGroup
 from kvoffload.cache.keys import make_offload_key
 from kvoffload.cache.manager import LRUOffloadingManager
 from kvoffload.cache.slots import HostBackend
-from tests.connector.rig import REMOTE_DECODE, FakeRequest, Rig, device_ids, make_half, only, prompt
+from tests.connector.rig import REMOTE_DECODE, FakeRequest, Rig, device_ids, make_half, offered, only, prompt, rig_with
 
 
 @pytest.mark.parametrize(("asked", "offered"), [(3, 0), (4, 0), (5, 4), (8, 7), (9, 8), (11, 8), (12, 8), (30, 8)])
@@ -31,8 +31,7 @@ def test_a_prompt_of_one_token_is_computed_although_its_block_is_stored() -> Non
 
 @pytest.mark.parametrize(("computed", "offered"), [(0, 32), (4, 28), (12, 20), (16, 16), (20, 0), (28, 0), (32, 0)])
 def test_a_device_hit_may_end_inside_a_block_but_less_than_a_block_is_not_offered(computed: int, offered: int) -> None:
-    rig = Rig(factor=4)
-    rig.store(prompt(32))
+    rig = rig_with(prompt(32), factor=4)
     assert rig.look_up(FakeRequest("r", prompt(50)), computed) == (offered, offered > 0)
     assert rig.manager.lookups[-1] == rig.keys(prompt(50))[computed // 16 :], "looked up whole"
 
@@ -40,8 +39,7 @@ def test_a_device_hit_may_end_inside_a_block_but_less_than_a_block_is_not_offere
 @pytest.mark.parametrize(("asked", "computed", "offered"), [(12, 8, 0), (13, 8, 4), (12, 4, 7)])
 def test_less_than_a_device_block_is_computed_at_once(asked: int, computed: int, offered: int) -> None:
     """A load takes a step of its own, and a whole prompt's last token is always computed."""
-    rig = Rig()
-    rig.store(prompt(12))
+    rig = rig_with(prompt(12))
     rig.manager.unknown = offered == 0
     request = FakeRequest("r", prompt(asked))
     assert rig.look_up(request, computed) == (offered, offered > 0), "no tier is waited for either"
@@ -51,16 +49,14 @@ def test_less_than_a_device_block_is_computed_at_once(asked: int, computed: int,
 
 
 def test_a_request_does_not_wait_for_the_load_of_what_it_computes_in_a_step() -> None:
-    rig = Rig()
-    rig.store(prompt(8))
+    rig = rig_with(prompt(8))
     rig.load(FakeRequest("first", prompt(9)))
     assert rig.look_up(FakeRequest("second", prompt(8)), computed=4) == (0, False)
     assert rig.look_up(FakeRequest("third", prompt(9)), computed=4) == (None, False)
 
 
 def test_an_unknown_answer_waits_at_most_for_the_deadline() -> None:
-    rig = Rig()
-    rig.store(prompt(8))
+    rig = rig_with(prompt(8))
     rig.manager.unknown = True
     request = FakeRequest("r", prompt(9))
     for now in (100.0, 100.5, 100.999):
@@ -73,8 +69,7 @@ def test_an_unknown_answer_waits_at_most_for_the_deadline() -> None:
 
 
 def test_a_request_waits_for_blocks_that_another_loads_and_shares_them() -> None:
-    rig = Rig()
-    rig.store(prompt(8))
+    rig = rig_with(prompt(8))
     first, second = FakeRequest("first", prompt(9)), FakeRequest("second", prompt(12))
     job, _ = only(rig.load(first).loads)
     assert rig.look_up(second) == (None, False)
@@ -83,8 +78,7 @@ def test_a_request_waits_for_blocks_that_another_loads_and_shares_them() -> None
 
 
 def test_after_the_deadline_a_request_loads_its_own_copy() -> None:
-    rig = Rig()
-    rig.store(prompt(8))
+    rig = rig_with(prompt(8))
     job, _ = only(rig.load(FakeRequest("first", prompt(9))).loads)
     second = FakeRequest("second", prompt(9))
     assert rig.look_up(second) == (None, False)
@@ -102,8 +96,7 @@ def test_after_the_deadline_a_request_loads_its_own_copy() -> None:
 
 
 def test_without_shared_loads_no_request_waits_for_the_load_of_another() -> None:
-    rig = Rig(options={"share_loads": False})
-    rig.store(prompt(8))
+    rig = rig_with(prompt(8), options={"share_loads": False})
     rig.load(FakeRequest("first", prompt(9)))
     assert rig.look_up(FakeRequest("second", prompt(9))) == (8, True)
 
@@ -120,14 +113,12 @@ def test_a_request_is_one_use_of_its_blocks_however_often_it_is_looked_up() -> N
     request.num_computed_tokens = 0
     rig.start(request, [4, 5, 6], num_tokens=12)
     rig.step({request: 0})
-    rig.half.request_finished(request)
-    rig.step()
+    rig.end(request)
     assert rig.manager.touches == [rig.keys(prompt(12))]
 
 
 def test_a_lookup_is_remembered_until_something_changes() -> None:
-    rig = Rig()
-    rig.store(prompt(8))
+    rig = rig_with(prompt(8))
     request = FakeRequest("r", prompt(13))
     rig.manager.lookups.clear()
     assert [rig.look_up(request) for _ in range(5)] == [(8, True)] * 5
@@ -139,8 +130,7 @@ def test_a_lookup_is_remembered_until_something_changes() -> None:
 
 
 def test_a_request_that_waits_is_looked_up_again_only_when_a_load_ends() -> None:
-    rig = Rig()
-    rig.store(prompt(8))
+    rig = rig_with(prompt(8))
     job, _ = only(rig.load(FakeRequest("first", prompt(12))).loads)
     waiting = FakeRequest("waiting", prompt(12))
     assert rig.look_up(waiting) == (None, False)
@@ -156,8 +146,7 @@ def test_a_request_that_waits_is_looked_up_again_only_when_a_load_ends() -> None
 
 
 def test_the_engine_may_take_less_than_it_was_offered() -> None:
-    rig = Rig(factor=2)
-    rig.store(prompt(32))
+    rig = rig_with(prompt(32), factor=2)
     request = FakeRequest("r", prompt(40))
     assert rig.look_up(request) == (32, True)
     rig.allocate(request, [50, 51, 52, 53, 54], 20)
@@ -168,10 +157,7 @@ def test_the_engine_may_take_less_than_it_was_offered() -> None:
 
 
 def test_zero_external_tokens_decline_the_offer() -> None:
-    rig = Rig()
-    rig.store(prompt(8))
-    request = FakeRequest("r", prompt(9))
-    assert rig.look_up(request) == (8, True)
+    rig, request = offered(9)
     rig.allocate(request, [50, 51, 52], 0)
     meta = rig.step({request: 9}, new={"r": [50, 51, 52]})
     assert not meta.loads
@@ -182,10 +168,7 @@ def test_zero_external_tokens_decline_the_offer() -> None:
 
 @pytest.mark.parametrize("is_pause", [False, True])
 def test_a_load_that_no_step_has_sent_before_a_reset_fails(is_pause: bool) -> None:
-    rig = Rig(num_workers=2)
-    rig.store(prompt(8))
-    request = FakeRequest("r", prompt(9))
-    assert rig.look_up(request) == (8, True)
+    rig, request = offered(9, num_workers=2)
     rig.allocate(request, [50, 51], 8)
     rig.half.reset(is_pause=is_pause)
     assert rig.status(prompt(8)) == ([0, 0] if is_pause else [None, None]), "nothing is pinned"
@@ -198,8 +181,7 @@ def test_a_load_that_no_step_has_sent_before_a_reset_fails(is_pause: bool) -> No
 
 
 def test_nothing_is_stored_for_a_request_while_it_is_loading() -> None:
-    rig = Rig()
-    rig.store(prompt(8))
+    rig = rig_with(prompt(8))
     request = FakeRequest("r", prompt(16))
     job, _ = only(rig.load(request, ids=[50, 51]).loads)
     assert not rig.step({request: 0}, new={"r": [50, 51]}).stores
@@ -209,8 +191,7 @@ def test_nothing_is_stored_for_a_request_while_it_is_loading() -> None:
 
 
 def test_a_loaded_prefix_is_not_stored_again() -> None:
-    rig = Rig()
-    rig.store(prompt(8))
+    rig = rig_with(prompt(8))
     request = FakeRequest("r", prompt(12))
     job, _ = only(rig.load(request, ids=[50, 51]).loads)
     rig.report(job)
@@ -220,8 +201,7 @@ def test_a_loaded_prefix_is_not_stored_again() -> None:
 
 
 def test_a_loaded_prefix_is_stored_again_for_remote_decode() -> None:
-    rig = Rig()
-    rig.store(prompt(8))
+    rig = rig_with(prompt(8))
     request = FakeRequest("r", prompt(12), REMOTE_DECODE)
     job, _ = only(rig.load(request, ids=[50, 51]).loads)
     rig.report(job)
@@ -232,8 +212,7 @@ def test_a_loaded_prefix_is_stored_again_for_remote_decode() -> None:
 
 
 def test_a_failed_load_is_counted_and_its_request_never_loads_again() -> None:
-    rig = Rig()
-    rig.store(prompt(8))
+    rig = rig_with(prompt(8))
     request = FakeRequest("r", prompt(9))
     job, _ = only(rig.load(request).loads)
     rig.report(job, failed=True)
@@ -246,10 +225,7 @@ def test_a_failed_load_is_counted_and_its_request_never_loads_again() -> None:
 
 
 def test_a_promise_that_cannot_be_kept_is_reported_as_broken() -> None:
-    rig = Rig()
-    rig.store(prompt(8))
-    request = FakeRequest("r", prompt(9))
-    assert rig.look_up(request) == (8, True)
+    rig, request = offered(9)
     rig.manager.reset()  # behind the connector's back
     rig.allocate(request, [50, 51], 8)
     assert rig.half.has_pending_work()
@@ -262,10 +238,7 @@ def test_a_promise_that_cannot_be_kept_is_reported_as_broken() -> None:
 
 
 def test_a_load_of_more_than_was_offered_is_reported_as_broken() -> None:
-    rig = Rig()
-    rig.store(prompt(8))
-    request = FakeRequest("r", prompt(13))
-    assert rig.look_up(request) == (8, True)
+    rig, request = offered(13)
     rig.allocate(request, [50, 51, 52], 12)
     meta = rig.step()
     assert not meta.loads

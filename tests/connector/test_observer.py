@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from kvoffload.abc import MissReason
-from kvoffload.cache.admission import FilterReusedOffloadingManager
 from kvoffload.cache.keys import make_offload_key
-from kvoffload.cache.manager import LRUOffloadingManager, PolicyOffloadingManager
+from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
 from kvoffload.cache.policies.lru import LRUPolicy
 from kvoffload.cache.slots import HostBackend
@@ -19,12 +18,11 @@ from kvoffload.connector.messages import WorkerReport
 from kvoffload.connector.options import PARAM
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from tests.clock import Clock
-from tests.connector.rig import TOKENS, FakeRequest, Rig, prompt
+from tests.connector.rig import TOKENS, FakeRequest, Rig, prompt, rig_with
 
 
 def test_events_come_once() -> None:
-    rig = Rig()
-    rig.store(prompt(4))
+    rig = rig_with(prompt(4))
     rig.half.reset()
     events = [(event.keys, event.removed) for event in rig.half.take_events()]
     assert events == [(rig.keys(prompt(4)), False), (rig.keys(prompt(4)), True)]
@@ -108,8 +106,7 @@ def test_an_error_when_metrics_are_read_switches_offloading_off_and_raises_nothi
 
 
 def test_each_request_leaves_one_record() -> None:
-    rig = Rig()
-    rig.store(prompt(8))
+    rig = rig_with(prompt(8))
     rig.half.records.clear()
     request = FakeRequest("r", prompt(16))
     for _ in range(3):
@@ -174,29 +171,6 @@ def test_evicted_with_its_age() -> None:
     assert settle(rig, prompt(8)) == (MissReason.EVICTED, 12.5)
 
 
-def test_no_room() -> None:
-    rig = Rig(num_host_blocks=1)
-    rig.store(prompt(4))
-    rig.load(FakeRequest("pins", prompt(5)))
-    rig.start(FakeRequest("w", prompt(8, start=50)))
-    reason, age_s = settle(rig, prompt(8, start=50))
-    assert reason is MissReason.NO_ROOM
-    assert age_s is not None
-
-
-def test_not_admitted() -> None:
-    backing = LRUOffloadingManager(HostBackend(TOKENS, 4))
-    rig = Rig(manager=FilterReusedOffloadingManager(backing, 2))
-    rig.store(prompt(8))
-    assert settle(rig, prompt(8))[0] is MissReason.NOT_ADMITTED
-    assert backing.num_used_blocks == 0
-
-
-def test_a_prompt_that_is_asked_for_the_first_time_was_not_refused() -> None:
-    rig = Rig(manager=FilterReusedOffloadingManager(LRUOffloadingManager(HostBackend(TOKENS, 4)), 2))
-    assert settle(rig, prompt(8)) == (MissReason.NEVER_STORED, None)
-
-
 def test_a_record_names_the_block_and_not_its_namespace() -> None:
     rig = Rig(options={"tenants": Tenants(b"8 bytes.")})
     request = FakeRequest("r", prompt(8))
@@ -214,8 +188,7 @@ def test_retentions_are_counted_for_requests_that_have_a_record() -> None:
         rig.look_up(request)
         if name == "served":
             rig.report(*rig.start(request).stores)
-        rig.half.request_finished(request)
-        rig.step()
+        rig.end(request)
         totals = rig.half.metrics.snapshot()
         counts.append(sum(count for metric, count in totals.items() if metric.startswith("retentions")))
     assert counts == [0, 1]

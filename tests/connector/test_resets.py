@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 
 from kvoffload.connector.messages import StepMeta, WorkerReport
-from tests.connector.rig import TOKENS, FakeRequest, Rig, device_ids, only, prompt
+from tests.connector.rig import TOKENS, FakeRequest, Rig, device_ids, only, prompt, rig_with
 
 
 def test_a_worker_that_finds_changed_weights_has_all_blocks_forgotten_once(caplog: pytest.LogCaptureFixture) -> None:
-    rig = Rig(num_workers=2)
-    rig.store(prompt(4))
+    rig = rig_with(prompt(4), num_workers=2)
     store, _ = only(rig.start(FakeRequest("s", prompt(4, 50))).stores)
     assert rig.step().epoch == 0
     # The worker that noticed has carried this store out before; the other one has failed it.
@@ -57,8 +56,7 @@ def test_after_a_reset_nothing_is_stored_that_follows_old_blocks_of_the_engines_
 
 def paused(**options: Any) -> Rig:
     """An engine that has stored two blocks and paused."""
-    rig = Rig(**options)
-    rig.store(prompt(8))
+    rig = rig_with(prompt(8), **options)
     rig.half.reset(is_pause=True)
     return rig
 
@@ -151,8 +149,7 @@ def test_a_request_that_waits_for_a_check_computes_at_the_deadline() -> None:
 
 
 def test_a_pause_is_no_wait_for_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig()
-    rig.store(prompt(8))
+    rig = rig_with(prompt(8))
     load, _ = only(rig.load(FakeRequest("l", prompt(9))).loads)
     request = FakeRequest("r", prompt(9))
     assert rig.look_up(request) == (None, False), "its blocks are being loaded for another"
@@ -170,8 +167,7 @@ def test_a_pause_is_no_wait_for_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_stores_and_loads_under_way_fail_when_the_engine_pauses() -> None:
-    rig = Rig()
-    rig.store(prompt(8))
+    rig = rig_with(prompt(8))
     request = FakeRequest("l", prompt(9))
     load, _ = only(rig.load(request).loads)
     store, _ = only(rig.start(FakeRequest("s", prompt(8, 50)), [10, 11]).stores)

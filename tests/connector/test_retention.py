@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import itertools
 import random
-import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvoffload import KVGroup, OffloadConfig, build_scheduler
-from kvoffload.abc import Hints, OffloadKey, ReqContext, Retained, RetainRefusal, States
+from kvoffload.abc import Hints, OffloadKey, Retained, RetainRefusal, States
 from kvoffload.abc.tier import HIT
 from kvoffload.cache.admission import ReuseFilter
-from kvoffload.cache.keys import make_offload_key, namespace
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.cache.tenants import OTHER, Shares, TenantConfig, Tenants
-from kvoffload.connector.engine import EngineSpec
-from kvoffload.tiering.manager import TieredOffloadingManager
 from kvoffload.tiers.disk.tier import DiskTier
 from kvoffload.tiers.late import LateTier
 from tests.connector.rig import TOKENS, FakeRequest, Rig, prompt, start_together
+from tests.connector.server_rig import HOST_BLOCKS, SLOT, TierServer
 from tests.scale import scaled
 
-SLOT, HOST_BLOCKS, FINGERPRINT, DEADLINE_S = 4096, 64, "ab" * 32, 60.0
 NAMES = ("a", "b", "other")
 RETAIN = {"a": {"host": 8, "disk": 24}, "b": {"disk": 12}, "other": {}}
 
@@ -35,35 +30,22 @@ RETAIN = {"a": {"host": 8, "disk": 24}, "b": {"disk": 12}, "other": {}}
 pytestmark = pytest.mark.usefixtures("quiet")
 
 
-class Server:
-    """A manager with a host of HOST_BLOCKS and a disk of about 100, which restarts on the same disk."""
+class Server(TierServer):
+    """With a disk of about 100 blocks, on which it restarts."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.numbers = 0
         self.start()
 
     def start(self) -> None:
         tenants = {name: {"retain": {t: n * SLOT for t, n in retain.items()}} for name, retain in RETAIN.items()}
-        config = OffloadConfig.from_mapping(
-            {
-                "host_bytes": 1 << 20,
-                "tiers": [{"kind": "disk", "dir": str(self.path / "disk"), "bytes": 1 << 20}],
-                "tenants": tenants,
-                "policy": "lru",
-                "load_only_if_faster": False,
-            }
-        )
-        pools = [np.zeros((HOST_BLOCKS, SLOT), dtype=np.uint8)]
-        half = build_scheduler(config, EngineSpec([KVGroup(16)]), pools, FINGERPRINT)
-        assert isinstance(half.manager, TieredOffloadingManager)
-        self.manager = half.manager
+        tiers = [{"kind": "disk", "dir": str(self.path / "disk"), "bytes": 1 << 20}]
+        super().__init__(tiers, tenants, load_only_if_faster=False)
         tier = self.manager.tiers[0].tier._tier
         assert isinstance(tier, LateTier)
         disk = tier.join()
         assert isinstance(disk, DiskTier)
         self.disk = disk
-        self.namespaces = {name: Tenants(namespace(FINGERPRINT), config.tenants).of(name).namespace for name in NAMES}
 
     def restart(self) -> None:
         self.settle()
@@ -72,31 +54,12 @@ class Server:
 
     def keys(self, tenant: str, conversation: int, length: int) -> list[OffloadKey]:
         """Conversations of a tenant share their first 2 blocks."""
-        names = [f"{0 if i < 2 else conversation:016}{i:016}".encode() for i in range(length)]
-        return [make_offload_key(self.namespaces[tenant] + name, 0) for name in names]
-
-    def serve(self, keys: list[OffloadKey], hints: Hints | None = None) -> Retained | None:
-        self.numbers += 1
-        context, manager = ReqContext(f"r{self.numbers}", hints=hints), self.manager
-        manager.touch(keys, context)
-        output = manager.prepare_store(keys, context)
-        answer = None if hints is None else manager.retain(keys, context)
-        if output is not None:
-            manager.complete_store(output.store_spec, context)
-        manager.end_chain(keys, () if output is None else output.keys_to_store, context)
-        manager.poll()
-        return answer
-
-    def settle(self) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while self.manager.has_transfers or self.manager.has_pending_writes:
-            assert time.monotonic() < deadline
-            self.manager.poll(0.001)
+        return self.keys_of(tenant, (f"{0 if i < 2 else conversation:016}{i:016}".encode() for i in range(length)))
 
     def flood(self, tenant: str, times: int = 6, is_written: bool = False) -> None:
         """``is_written``: the disk gets all of it, however slow it is."""
         for i in range(times * HOST_BLOCKS // 8):
-            self.serve(self.keys(tenant, 10_000 + self.numbers + i, 10)[2:])
+            self.serve(self.keys(tenant, 10_000 + self.num_requests + i, 10)[2:])
             if is_written:
                 self.settle()
 
@@ -191,7 +154,7 @@ def test_random_calls_exceed_no_quota_and_lose_nothing_that_was_promised(tmp_pat
                 # No later request can end them.
                 promised = {(before, 0): entry for (before, _), entry in on_disk}
             case 3 | 4 | 5:
-                session += 100 * NAMES.index(next(n for n in NAMES if keys[0].startswith(server.namespaces[n])))
+                session += 100 * NAMES.index(next(n for n in NAMES if keys[0].startswith(server.names.of(n).namespace)))
                 hints = Hints(
                     session, rng.random() < 0.1, rng.choice([None, 0.0, 1e6]), None, rng.choice([0.0, 3600.0])
                 )
@@ -252,12 +215,10 @@ def test_what_has_left_host_memory_meanwhile_is_stored_again() -> None:
     for i in range(3):
         other = FakeRequest(f"o{i}", prompt(32, start=1000 * (i + 1)))
         rig.report(*rig.start(other).stores)
-        rig.half.request_finished(other)
-        rig.step()
+        rig.end(other)
     assert rig.manager.lookup(rig.half.requests["r"].blocks.keys[0]) == 0
     keys = list(rig.half.requests["r"].blocks.keys[0])
-    rig.half.request_finished(request)
-    rig.report(*rig.step().stores)
+    rig.report(*rig.end(request).stores)
     assert rig.manager.lookup(keys) == len(keys) == 4
     assert rig.manager.retention.num_charged == [4]
     assert rig.manager.retention.num_absent == 0

@@ -9,12 +9,16 @@ from dataclasses import replace
 import pytest
 
 from kvoffload.connector.messages import StepMeta
-from tests.connector.rig import FakeRequest, Rig, device_ids, held, only, prompt
+from tests.connector.rig import FakeRequest, Rig, device_ids, held, only, prompt, rig_with
 
 
 def look_up_and_allocate(rig: Rig, request: FakeRequest, device_blocks: list[int], external: int) -> None:
     rig.look_up(request)
     rig.allocate(request, device_blocks, external)
+
+
+def broken(*args: object) -> None:
+    raise ZeroDivisionError("a bug")
 
 
 BREAKABLE: dict[str, Callable[[Rig, FakeRequest], object]] = {
@@ -34,12 +38,8 @@ BREAKABLE: dict[str, Callable[[Rig, FakeRequest], object]] = {
 def test_an_error_in_the_manager_switches_offloading_off_loudly(
     method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rig = Rig()
-    rig.store(prompt(8))
+    rig = rig_with(prompt(8))
     assert rig.half.metrics.snapshot()["off"] == 0
-
-    def broken(*args: object) -> None:
-        raise ZeroDivisionError("a bug")
 
     monkeypatch.setattr(rig.manager, method, broken)
     BREAKABLE[method](rig, FakeRequest("r", prompt(10)))
@@ -73,13 +73,9 @@ class Unreadable:
 
 def test_what_answers_instead_does_not_raise_either(monkeypatch: pytest.MonkeyPatch) -> None:
     """A promised load is reported as failed although neither the manager nor the engine can be asked any more."""
-    rig = Rig()
-    rig.store(prompt(8))
+    rig = rig_with(prompt(8))
     request, unknown = FakeRequest("r", prompt(10)), FakeRequest("unknown", prompt(10))
     assert rig.look_up(request) == (8, True)
-
-    def broken(*args: object) -> None:
-        raise ZeroDivisionError("a bug")
 
     for method in ("prepare_load", "release_request", "poll"):
         monkeypatch.setattr(rig.manager, method, broken)
@@ -110,8 +106,7 @@ POINTS: dict[str, Callable[[Rig, FakeRequest], StepMeta | None]] = {
 @pytest.mark.parametrize("point", POINTS)
 def test_an_id_may_be_used_again_when_its_request_has_ended(point: str) -> None:
     """Whatever is under way for the first request, and reported while the second one runs."""
-    rig = Rig(num_host_blocks=32)
-    rig.store(prompt(8))
+    rig = rig_with(prompt(8), num_host_blocks=32)
     rig.store(prompt(8, 100))
     first, second = FakeRequest("r", prompt(13)), FakeRequest("r", prompt(13, 100))
     meta = POINTS[point](rig, first)
@@ -129,8 +124,7 @@ def test_an_id_may_be_used_again_when_its_request_has_ended(point: str) -> None:
     store, spec = only(rig.step({second: 5}, new={"r": [70, 71, 72, 73]}).stores)
     assert device_ids(spec) == [72], "what was loaded is not stored again"
     rig.report(store)
-    rig.half.request_finished(second)
-    rig.report(*rig.step().stores)
+    rig.report(*rig.end(second).stores)
     assert rig.status(prompt(12, 100)) == [0, 0, 0]
     assert rig.status(prompt(8)) == [0, 0]
     assert not rig.half.off
@@ -170,9 +164,6 @@ def test_switching_off_releases_held_requests_once(monkeypatch: pytest.MonkeyPat
 
 def test_an_error_at_shutdown_raises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig()
-
-    def broken() -> None:
-        raise ZeroDivisionError("a bug")
 
     monkeypatch.setattr(rig.manager, "shutdown", broken)
     rig.half.shutdown()

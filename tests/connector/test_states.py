@@ -49,9 +49,6 @@ def test_a_state_counts_only_where_all_groups_end() -> None:
     assert rig.held(request, STATE) == [], "without the state of the other group it is of no use"
 
 
-# Bytes.
-
-
 # What is stored.
 
 

@@ -26,6 +26,7 @@ from tests.connector.rig import (
     make_half,
     only,
     prompt,
+    rig_with,
     start_together,
 )
 from tests.connector.test_engine_model import exact_ends, silent_updates
@@ -41,8 +42,7 @@ def test_a_chain_stored_in_parts_loses_its_tail_before_its_head() -> None:
     for _ in range(2):
         jobs += rig.step({request: 4}).stores
     rig.report(*jobs)
-    rig.half.request_finished(request)
-    rig.step()
+    rig.end(request)
     chain = rig.keys(prompt(16))
     assert rig.manager.reorders[-1] == (chain, chain[1:])
     for n, left in enumerate((4, 3, 2, 1)):
@@ -62,26 +62,8 @@ def test_whole_blocks_of_known_and_computed_tokens_are_stored(known: int, schedu
     assert rig.status(prompt(known))[:stored] == [-1] * stored
 
 
-def test_the_last_whole_block_is_stored_when_the_request_finishes() -> None:
-    rig = Rig()
-    request = FakeRequest("r", prompt(3))
-    rig.start(request, [1], num_tokens=3)
-    rig.step({request: 1})
-    request.tokens.append(99)
-    assert rig.half.request_finished(request) == (False, None)
-    assert rig.half.has_pending_work()
-    meta = rig.step()
-    job, spec = only(meta.stores)
-    assert device_ids(spec) == [1]
-    assert meta.fences == []
-    rig.report(job)
-    assert rig.status([*prompt(3), 99]) == [0]
-    assert not rig.half.has_pending_work()
-
-
 def test_no_room_is_tried_again_at_the_next_step(caplog: pytest.LogCaptureFixture) -> None:
-    rig = Rig(num_host_blocks=1)
-    rig.store(prompt(4))
+    rig = rig_with(prompt(4), num_host_blocks=1)
     job, _ = only(rig.load(FakeRequest("pins", prompt(5))).loads)
     request = FakeRequest("r", prompt(4, start=50))
     with caplog.at_level(logging.WARNING):
@@ -126,15 +108,6 @@ def test_blocks_that_slid_away_are_skipped() -> None:
     assert rig.status(prompt(32)) == [None, -1, None, -1]
 
 
-def test_the_head_of_a_prompt_longer_than_the_pool_is_stored() -> None:
-    rig = Rig(num_host_blocks=2)
-    request = FakeRequest("r", prompt(16))
-    rig.report(*rig.start(request).stores)
-    assert not rig.step({request: 0}).stores
-    assert rig.status(prompt(16)) == [0, 0, None, None]
-    assert "refused_stores" not in rig.half.metrics.snapshot()
-
-
 class FirstOnly(LRUPolicy):
     """Admits only the first block of each store for which there is no room."""
 
@@ -167,8 +140,7 @@ def test_nothing_is_stored_behind_a_refused_block_and_the_policy_learns_of_it(pr
     assert policy.left_out == behind
     assert rig.manager.explain_miss(rig.keys(prompt(24))[5]).reason is MissReason.NOT_ADMITTED
     # Its end counts once, and another request for the same is judged anew.
-    rig.half.request_finished(request)
-    rig.step()
+    rig.end(request)
     assert policy.left_out == behind
     rig.report(*rig.start(FakeRequest("s", prompt(24))).stores)
     assert rig.status(prompt(24)) == [0, 0, None, None, None, None]

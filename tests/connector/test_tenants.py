@@ -12,19 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffload import KVGroup, OffloadConfig, OffloadingConnectorScheduler, build_scheduler
+from kvoffload import KVGroup, OffloadConfig, build_scheduler
 from kvoffload.abc import ConfigError, LookupState, OffloadKey, ReqContext
 from kvoffload.cache.admission import TenantAdmission
-from kvoffload.cache.keys import make_offload_key, namespace
+from kvoffload.cache.keys import namespace
 from kvoffload.cache.tenants import OTHER, TenantConfig, Tenants
 from kvoffload.connector.engine import EngineSpec
 from kvoffload.connector.options import MAX_TENANT_CHARS, RequestOptions
-from kvoffload.tiering.manager import TieredOffloadingManager
 from tests.connector.rig import FakeRequest, Rig, prompt
+from tests.connector.server_rig import DEADLINE_S, FINGERPRINT, SLOT, TierServer
 from tests.connector.test_tiered_scheduler import TieredRig
 
-SLOT, MIB, DEADLINE_S = 4096, 1 << 20, 60.0
-FINGERPRINT = "ab" * 32
+MIB = 1 << 20
 
 
 def rig(**options: Any) -> Rig:
@@ -148,39 +147,19 @@ def test_what_is_asked_of_lower_tiers_does_not_depend_on_other_tenants() -> None
 # With real tiers.
 
 
-class Server:
-    """A scheduler half with real tiers below it, whose blocks are named by tenant and number."""
+class Server(TierServer):
+    """With a disk and a shared folder."""
 
     def __init__(self, path: Path, tenants: Any, **options: Any) -> None:
-        self.tiers = [
-            {"kind": "disk", "dir": str(path / "disk"), "bytes": 64 * MIB},
-            {"kind": "shared_dir", "dir": str(path / "shared"), "bytes": 64 * MIB},
-        ]
-        config = OffloadConfig.from_mapping(
-            {"host_bytes": MIB, "tiers": self.tiers, "tenants": tenants, "policy": "lru", **options}
-        )
-        pools = [np.zeros((64, SLOT), dtype=np.uint8)]
-        self.half: OffloadingConnectorScheduler = build_scheduler(config, EngineSpec([KVGroup(16)]), pools, FINGERPRINT)
-        assert isinstance(self.half.manager, TieredOffloadingManager)
-        self.manager = self.half.manager
-        self.names = Tenants(namespace(FINGERPRINT), config.tenants)
+        tiers = [{"kind": kind, "dir": str(path / kind), "bytes": 64 * MIB} for kind in ("disk", "shared_dir")]
+        super().__init__(tiers, tenants, **options)
 
     def keys(self, tenant: str, first: int, n: int) -> list[OffloadKey]:
-        start = self.names.of(tenant).namespace
-        return [make_offload_key(start + i.to_bytes(32, "big"), 0) for i in range(first, first + n)]
+        return self.keys_of(tenant, (i.to_bytes(32, "big") for i in range(first, first + n)))
 
     def store(self, keys: list[OffloadKey]) -> None:
-        context = ReqContext("r")
-        self.manager.touch(keys, context)
-        output = self.manager.prepare_store(keys, context)
-        assert output is not None
-        self.manager.complete_store(output.store_spec, context)
-        self.manager.end_chain(keys, output.keys_to_store, context)
-        deadline = time.monotonic() + DEADLINE_S
-        while self.manager.has_pending_writes or self.manager.has_transfers:
-            self.manager.poll()
-            self.manager.poll(0.01)
-            assert time.monotonic() < deadline, "the tiers do not write"
+        self.serve(keys)
+        self.settle()
         self.manager.check_integrity()
 
     def held(self, keys: list[OffloadKey]) -> list[int]:

@@ -11,12 +11,9 @@ import pytest
 from kvoffload.abc import (
     KVGroup,
     LookupState,
-    MissReason,
     OffloadingEvent,
-    OffloadKey,
     ReqContext,
     ScheduledStep,
-    Slots,
 )
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
@@ -32,19 +29,7 @@ from tests.clock import Clock
 from tests.connector.rig import TOKENS, FakeRequest, Rig, make_half, prompt
 from tests.counting import lines_of
 from tests.sim.executor import SteppedExecutor
-from tests.sim.memory_tier import MemoryTier
-from tests.tiering.rig import arrived
-
-SLOT_BYTES = 4096
-
-
-class ShyTier(MemoryTier):
-    """Takes on no read while it ``refuses``."""
-
-    refuses = False
-
-    def read(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
-        return [] if self.refuses else super().read(keys, slots)
+from tests.tiering.rig import SLOT_BYTES, SpyTier, arrived
 
 
 class SpyManager(TieredOffloadingManager):
@@ -58,7 +43,7 @@ class SpyManager(TieredOffloadingManager):
         enable_events: bool = False,
     ) -> None:
         self.executor = SteppedExecutor(clock=clock)
-        self.tier = ShyTier(make_pools(num_blocks, SLOT_BYTES), 64, self.executor, clock)
+        self.tier = SpyTier(make_pools(num_blocks, SLOT_BYTES), 64, self.executor, clock)
         host = PolicyOffloadingManager(
             HostBackend(TOKENS, num_blocks), make_policy("lru", num_blocks), enable_events, clock=clock
         )
@@ -98,10 +83,15 @@ class TieredRig(Rig):
         self.step()
 
 
-def test_a_request_waits_for_its_blocks_and_loads_them() -> None:
-    rig = TieredRig()
+def with_blocks_below(**options: Any) -> tuple[TieredRig, FakeRequest]:
+    """The tier has the blocks of ``prompt(8)``, which a request of one token more can use."""
+    rig = TieredRig(**options)
     rig.put_below(prompt(8))
-    request = FakeRequest("r", prompt(9))
+    return rig, FakeRequest("r", prompt(9))
+
+
+def test_a_request_waits_for_its_blocks_and_loads_them() -> None:
+    rig, request = with_blocks_below()
     assert rig.look_up(request) == (None, False)
     rig.arrive()
     assert len(rig.load(request).loads) == 1
@@ -127,8 +117,7 @@ def test_events_of_promoted_blocks_describe_them() -> None:
         described = {(block.start, block.end) for block in event.blocks if block is not None}
         assert described == {(0, 4), (4, 8)}
         assert all(block is not None and block.request is request for block in event.blocks)
-    rig.half.request_finished(request)
-    rig.step()
+    rig.end(request)
     assert list(rig.half.take_events()) == []
 
 
@@ -171,9 +160,7 @@ def test_an_event_costs_the_same_however_many_requests_wait() -> None:
 
 
 def test_a_request_that_waits_is_not_looked_up_while_nothing_changes() -> None:
-    rig = TieredRig()
-    rig.put_below(prompt(8))
-    request = FakeRequest("r", prompt(9))
+    rig, request = with_blocks_below()
     rig.look_up(request)
     rig.half.build_connector_meta(busy_step())
     asked: list[object] = []
@@ -228,21 +215,6 @@ def test_only_a_step_without_tokens_waits_and_only_for_waiting_requests() -> Non
     assert rig.manager.waits == [pytest.approx(0.002)]
 
 
-def test_at_its_deadline_a_request_computes_and_its_record_says_why() -> None:
-    rig = TieredRig()
-    rig.put_below(prompt(8))
-    request = FakeRequest("r", prompt(9))
-    with rig.manager.executor.hold():
-        rig.look_up(request)
-        rig.step()
-        rig.clock.now += 0.999
-        assert rig.look_up(request) == (None, False)
-        rig.clock.now += 0.002
-        assert rig.look_up(request) == (0, False)
-        rig.start(request)
-    assert rig.half.records[-1].reason is MissReason.NOT_IN_TIME
-
-
 @pytest.mark.parametrize("deadline_s", [0.0, 1.0])
 def test_at_its_deadline_a_request_still_gets_what_the_host_has(deadline_s: float) -> None:
     rig = TieredRig()
@@ -276,9 +248,7 @@ def test_a_full_engine_does_not_use_up_the_deadline_of_the_disk() -> None:
 
 
 def test_a_request_waits_a_limited_number_of_times() -> None:
-    rig = TieredRig()
-    rig.put_below(prompt(8))
-    request = FakeRequest("r", prompt(9))
+    rig, request = with_blocks_below()
     answers = []
     with rig.manager.executor.hold():
         for _ in range(20):
@@ -324,9 +294,7 @@ def test_decoded_blocks_are_written_when_their_request_ends() -> None:
 
 @pytest.mark.parametrize("ending", ["finished", "declined", "loaded"])
 def test_nothing_is_kept_for_a_request_that_does_not_wait_any_more(ending: str) -> None:
-    rig = TieredRig()
-    rig.put_below(prompt(8))
-    request = FakeRequest("r", prompt(9))
+    rig, request = with_blocks_below()
     rig.look_up(request)
     rig.arrive()
     assert arrived(rig.manager, ReqContext("r")) == {"memory": 2}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvoffload.abc import KVGroup, Need, OffloadKey, ReqContext, ScheduledStep, Slots, States
+from kvoffload.abc import KVGroup, OffloadKey, ReqContext, ScheduledStep, Slots
 from kvoffload.cache.admission import ReuseFilter
 from kvoffload.cache.keys import key_group_idx
 from kvoffload.cache.manager import LRUOffloadingManager
@@ -83,32 +83,6 @@ def test_blocks_below_without_a_state_are_not_read() -> None:
     assert rig.half.records[-1].reason == "no_state"
 
 
-def test_a_tier_that_is_late_costs_the_hit() -> None:
-    rig = TieredRig()
-    rig.put_below(rig.request(42), 40)
-    request = rig.request(60)
-    assert rig.hit(request) is None
-    rig.clock.now += 2
-    rig.half.build_connector_meta(ScheduledStep({}))
-    assert rig.hit(request) == 0
-    rig.allocate(request, rig.tables(60))
-    assert rig.half.records[-1].reason == "not_in_time"
-
-
-def test_a_superseded_state_is_not_written() -> None:
-    rig = TieredRig()
-    request = rig.request(42)
-    rig.compute(request, 40)
-    for end in (44, 48):
-        request.tokens += range(len(request.tokens), end)
-        rig.done(rig.step(request, end - request.num_computed_tokens, rig.offer(end)))
-        rig.settle()
-    rig.finish(request)
-    rig.settle()
-    assert rig.held_below(request, STATE) == rig.held_below(request, OTHER) == [40, 48]
-    rig.manager.check_integrity()
-
-
 def test_a_superseded_state_stays_in_the_tier_where_it_was_before() -> None:
     """An earlier request has left it there, as the end of its turn."""
     rig = TieredRig()
@@ -141,7 +115,6 @@ class StrictManager(LRUOffloadingManager):
         self.touches: list[tuple[list[OffloadKey], list[OffloadKey] | None]] = []
         self.reorders: list[list[OffloadKey]] = []
         self.offers: list[list[OffloadKey]] = []
-        self.num_searches = 0
 
     def check(self, keys: Keys) -> None:
         for key in keys:
@@ -160,10 +133,6 @@ class StrictManager(LRUOffloadingManager):
         self.reorders.append(list(keys))
         self.offers.append(list(chain or ()))
         super().end_chain(keys, stored, req_context, chain, found)
-
-    def lookup_each(self, keys: Keys, req_context: ReqContext | None = None, need: Need = Need.ALL) -> States:
-        self.num_searches += need is Need.LAST
-        return super().lookup_each(keys, req_context, need)
 
 
 def used(rig: GroupRig, request: FakeRequest, *ends: int) -> list[OffloadKey]:
@@ -299,15 +268,6 @@ def test_keys_come_by_the_end_of_their_blocks(seed: int) -> None:
 # Admissions and lower tiers.
 
 
-class Deaf(LRUOffloadingManager):
-    """Its admission hears of the states only that a request uses."""
-
-    def touch(
-        self, keys: Keys, req_context: ReqContext | None = None, chain: Keys | None = None, found: Slots | None = None
-    ) -> None:
-        super().touch(keys, req_context, None, found)
-
-
 def states_after_two_requests(manager: LRUOffloadingManager, num_requests: int) -> list[list[int]]:
     rig = GroupRig(manager=manager)
     manager.admission = ReuseFilter(2)
@@ -321,7 +281,6 @@ def states_after_two_requests(manager: LRUOffloadingManager, num_requests: int) 
 def test_an_admission_counts_a_request_once_for_each_of_its_states() -> None:
     assert states_after_two_requests(LRUOffloadingManager(HostBackend(1, 100)), 1) == [[], []]
     assert states_after_two_requests(LRUOffloadingManager(HostBackend(1, 100)), 2) == [[40], [40]]
-    assert states_after_two_requests(Deaf(HostBackend(1, 100)), 2) != [[40], [40]]
 
 
 def test_a_touch_reads_no_state_from_a_tier() -> None:

@@ -107,6 +107,10 @@ def report(worker: OffloadingConnectorWorker) -> tuple[dict[int, int], set[int]]
     return taken.done, taken.failed
 
 
+def broken(*args: object) -> None:
+    raise RuntimeError("the device is gone")
+
+
 @pytest.fixture
 def device() -> Device:
     return Device()
@@ -152,9 +156,6 @@ def test_a_transfer_that_takes_no_load_fails_all_that_wait_for_one_store(
     worker = OffloadingConnectorWorker(transfer)
     loads = {2: job([3], [5], "l"), 3: job([4], [6], "m")}
     step(worker, StepMeta(loads=loads, stores={1: job([2, 1], [5, 6])}, load_after={2: [1], 3: [1]}))
-
-    def broken(*args: object) -> None:
-        raise RuntimeError("the device is gone")
 
     monkeypatch.setattr(transfer, "submit", broken)
     loaded: set[str] = set()
@@ -299,9 +300,6 @@ def test_a_broken_transfer_fails_every_job_and_raises_nothing(
     worker = OffloadingConnectorWorker(transfer)
     step(worker, StepMeta(stores={1: job([0], [1])}))
     step(worker, StepMeta(loads={2: job([1], [2], "early")}))
-
-    def broken(*args: object) -> None:
-        raise RuntimeError("the device is gone")
 
     monkeypatch.setattr(transfer, method, broken)
     reported: list[tuple[set[str], set[int], set[str]]] = []
@@ -593,9 +591,6 @@ def test_weights_may_not_be_known_to_be_the_same(device: Device, weights: Weight
 def test_a_check_of_weights_that_raises_switches_offloading_off(
     watched: OffloadingConnectorWorker, weights: Weights, call: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken() -> None:
-        raise RuntimeError("planted")
-
     setattr(weights, call, broken)
     step(watched, StepMeta(epoch=1))
     step(watched, StepMeta(loads=LOAD, stores=STORE, epoch=1))

@@ -430,7 +430,7 @@ def run_each(
 ) -> Report:
     """Calls ``simulate_one`` for each seed, and ``progress`` after each. Stops after MAX_FAILURES failures."""
     report = Report()
-    with _quiet():
+    with quiet():
         for seed in seeds:
             try:
                 report.counts += simulate_one(seed)
@@ -443,7 +443,7 @@ def run_each(
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Hides the warnings and errors that failing disks cause."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)

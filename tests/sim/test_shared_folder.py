@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,29 +18,23 @@ from tests.scale import scaled
 from tests.sim import shared_folder
 from tests.sim.engine import WrongBytes
 from tests.sim.life import Patch
-from tests.sim.servers import DeletedOthers, MakeMedium, SharingServer, simulate_servers
+from tests.sim.planted import Bug, bugs, check_found
+from tests.sim.servers import DeletedOthers, SharedMedium, SharingServer, simulate_servers
 from tests.sim.shared_folder import SeatTaken, SharedFolderMedium
 from tests.sim.shared_storage import Mount, NfsServer
+from tests.sim.simulation import run_each
 from tests.tiers.shared_dir.rig import Server
 
 SEEDS = scaled(12)
 PLANTED_SEEDS = 300
 
 
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    logging.disable(logging.ERROR)
-    yield
-    logging.disable(logging.NOTSET)
-
-
 @pytest.fixture(scope="module")
 def counts() -> Counter[str]:
-    total: Counter[str] = Counter()
     # In the first seeds few servers live at the same time.
-    for seed in range(8, 8 + SEEDS):
-        total += simulate_servers(SharedFolderMedium, seed)
-    return total
+    report = run_each(range(8, 8 + SEEDS), lambda seed: simulate_servers(SharedFolderMedium, seed))
+    assert report.failures == {}
+    return report.counts
 
 
 def test_no_law_is_broken_and_servers_find_blocks_of_others(counts: Counter[str]) -> None:
@@ -72,16 +64,26 @@ class _EqualToAll:
     __hash__ = None  # type: ignore[assignment]
 
 
-def foreign_blocks_are_not_verified(patch: pytest.MonkeyPatch) -> None:
+class SmallMedium(SharedFolderMedium):
+    """Its blocks are overwritten all the time."""
+
+    def __init__(self, seed: int, is_calm: bool) -> None:
+        super().__init__(seed, is_calm=True)
+        self.num_blocks, self.slab_blocks = 3, 2
+
+
+def foreign_blocks_are_not_verified(patch: pytest.MonkeyPatch) -> type[SharedMedium]:
     patch.setattr(reads, "payload_checksum", lambda *arguments: _EqualToAll())
+    return SmallMedium
 
 
-def living_seats_are_adopted(patch: pytest.MonkeyPatch) -> None:
+def living_seats_are_adopted(patch: pytest.MonkeyPatch) -> type[SharedMedium]:
     patch.setattr(NfsServer, "take_lock", lambda server, inode, client: True)
     patch.setattr(seats, "SILENT_S", -1e9)
+    return SharedFolderMedium
 
 
-def living_seats_are_emptied(patch: pytest.MonkeyPatch) -> None:
+def living_seats_are_emptied(patch: pytest.MonkeyPatch) -> type[SharedMedium]:
     class EmptiesAll:
         """Takes every other seat for one whose server is gone."""
 
@@ -94,81 +96,48 @@ def living_seats_are_emptied(patch: pytest.MonkeyPatch) -> None:
                     remove_blocks(self.root.child(name))
 
     patch.setattr(writer_module, "GoneSeats", EmptiesAll)
+    return SharedFolderMedium
 
 
-def a_reset_deletes(server: SharingServer) -> None:
-    """Plants the bug in one server: its reset removes the blocks of all seats."""
-    tier = server.tier
-    connection = server.connection
-    if tier is None or not isinstance(connection, shared_folder.FolderConnection):
-        return
-    reset, root = tier.reset, connection.client.storage()
+def a_reset_deletes(patch: pytest.MonkeyPatch) -> type[SharedMedium]:
+    """A reset removes the blocks of all seats."""
+    start = SharingServer.start
 
-    def remove_all() -> None:
-        with suppress(OSError):
-            for name in seat_names(root):
-                remove_blocks(root.child(name))
+    def start_with_the_bug(server: SharingServer, others: Patch[SharingServer] | None = None) -> None:
+        start(server, others)
+        tier, connection = server.tier, server.connection
+        if tier is None or not isinstance(connection, shared_folder.FolderConnection):
+            return
+        reset, root = tier.reset, connection.client.storage()
 
-    def resetting() -> None:
-        reset()
-        server.executor.submit_write(remove_all)
+        def remove_all() -> None:
+            with suppress(OSError):
+                for name in seat_names(root):
+                    remove_blocks(root.child(name))
 
-    tier.reset = resetting  # type: ignore[method-assign]
+        def resetting() -> None:
+            reset()
+            server.executor.submit_write(remove_all)
 
+        tier.reset = resetting  # type: ignore[method-assign]
 
-def failure(
-    seed: int,
-    plant: Callable[[pytest.MonkeyPatch], None] | None,
-    patch: Patch[SharingServer] | None = None,
-    make_medium: MakeMedium = SharedFolderMedium,
-) -> str:
-    """Returns the law that the simulation of ``seed`` finds broken with a bug, "" for none."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        if plant is not None:
-            plant(monkeypatch)
-        try:
-            simulate_servers(make_medium, seed, patch)
-        except AssertionError as error:
-            return f"{type(error).__name__}: {error}"
-    return ""
+    patch.setattr(SharingServer, "start", start_with_the_bug)
+    return SharedFolderMedium
 
 
-def small_medium(seed: int, is_calm: bool) -> SharedFolderMedium:
-    """Makes a medium on which blocks are overwritten all the time."""
-    medium = SharedFolderMedium(seed, is_calm=True)
-    medium.num_blocks, medium.slab_blocks = 3, 2
-    return medium
-
-
-BUGS: dict[Callable[[pytest.MonkeyPatch], None], tuple[type[AssertionError], int]] = {
+BUGS: dict[Bug, tuple[type[AssertionError], int]] = {
+    foreign_blocks_are_not_verified: (WrongBytes, 56),
     living_seats_are_adopted: (SeatTaken, 0),
     living_seats_are_emptied: (DeletedOthers, 0),
+    a_reset_deletes: (DeletedOthers, 1),
 }
 """The law that finds each bug, and a seed that does."""
 
 
-@pytest.mark.parametrize("bug", BUGS)
-def test_a_planted_bug_is_found(bug: Callable[[pytest.MonkeyPatch], None]) -> None:
+@pytest.mark.parametrize("bug", bugs(BUGS, slow={a_reset_deletes}))
+def test_a_planted_bug_is_found(bug: Bug) -> None:
     law, hint = BUGS[bug]
-    check_found(law, hint, lambda seed: failure(seed, bug))
-
-
-@pytest.mark.soak
-def test_a_reset_that_deletes_is_found() -> None:
-    check_found(DeletedOthers, 1, lambda seed: failure(seed, None, a_reset_deletes))
-
-
-def test_blocks_that_are_not_verified_are_found() -> None:
-    check_found(WrongBytes, 56, lambda seed: failure(seed, foreign_blocks_are_not_verified, make_medium=small_medium))
-
-
-def check_found(law: type[AssertionError], hint: int, find: Callable[[int], str]) -> None:
-    """Checks that a seed, if possible ``hint``, finds a bug by ``law``, and no broken law without the bug."""
-    seeds = (seed for seed in [hint, *range(PLANTED_SEEDS)] if find(seed).startswith(law.__name__))
-    seed = next(seeds, None)
-    assert seed is not None, f"not found in {PLANTED_SEEDS} seeds"
-    print(f"found by seed {seed}")
-    assert failure(seed, None) == ""
+    check_found(bug, [law], hint, PLANTED_SEEDS)
 
 
 # Two servers, by hand.

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import pytest
 
-from kvoffload.abc import ByteArray, LoadStoreSpec, OffloadKey, ReqContext, Slots, Tier, TierResult
+from kvoffload.abc import ByteArray, LoadStoreSpec, OffloadKey, Slots, Tier, TierResult
 from kvoffload.cache.keys import key_group_idx
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.tiering import chains, writes
@@ -348,18 +348,6 @@ def promotion_ready_before_it_is_read(server: Server, tier: DiskTier, monkeypatc
     monkeypatch.setattr(tier, "poll", poll_early)
 
 
-def pin_leaked(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    host, complete_load = server.engine.policy_manager, server.engine.policy_manager.complete_load
-
-    def leak_one(blocks: LoadStoreSpec | Sequence[OffloadKey], context: ReqContext | None = None) -> None:
-        if isinstance(blocks, LoadStoreSpec):
-            complete_load(LoadStoreSpec(blocks.medium(), blocks.slots[1:]), context)
-        else:
-            complete_load(blocks[1:], context)
-
-    monkeypatch.setattr(host, "complete_load", leak_one)
-
-
 def budget_off_by_one_slab(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
     budget, make_room = tier.files.budget, tier.files.budget.make_room
     slab = budget.layout.slots_per_slab
@@ -490,7 +478,6 @@ BUGS: dict[Bug, tuple[type[Exception], int]] = {
     record_written_before_the_payload: (FalseAlarm, 21),
     old_record_stays_while_the_payload_is_overwritten: (FalseAlarm, 55),
     promotion_ready_before_it_is_read: (WrongBytes, 104),
-    pin_leaked: (Leak, 0),
     budget_off_by_one_slab: (OverBudget, 63),
     reset_without_a_new_generation: (WrongBytes, 5),
     reset_forgets_what_is_being_written: (FalseAlarm, 65),

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -332,26 +331,6 @@ def test_a_kill_at_an_operation_leaves_it_half_done_and_ends_all_later_ones() ->
         assert np.array_equal(data[cut:], pattern(100, 1)[cut:]) or cut > 90
         cuts.add(cut)
     assert len(cuts) > 5
-
-
-def run(seed: int) -> tuple[dict[str, int], bytes]:
-    faults = ("flip_on_read", "flip_on_write", "torn_write", "short_read", "io_error", "no_space")
-    chances: dict[str, Any] = dict.fromkeys(faults, 0.1)
-    storage, file = faulty(seed, **chances)
-    seen = b""
-    for i in range(100):
-        try:
-            file.write([pattern(50, i)], i * 50)
-            seen += read(file, 50, i * 50).tobytes()
-        except OSError as error:
-            seen += b"%d" % (error.errno or 0)
-    return dict(storage.injected), seen
-
-
-def test_a_seed_replays_all_faults() -> None:
-    assert run(1) == run(1)
-    assert run(1) != run(2)
-    assert len(run(1)[0]) == 6
 
 
 # SteppedExecutor

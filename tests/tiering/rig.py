@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,7 @@ from tests.sim.memory_tier import MemoryTier
 SLOT_BYTES = 4096
 
 
-A, B = ReqContext("a"), ReqContext("b")
+A, B, MEASURES = ReqContext("a"), ReqContext("b"), ReqContext("measures")
 
 
 def chain(name: str, n: int) -> list[OffloadKey]:
@@ -52,6 +52,8 @@ class SpyTier(MemoryTier):
         self.writes: list[OffloadKey] = []
         self.expected: list[list[OffloadKey]] = []
         """The chains that were announced."""
+        self.shown: list[tuple[str, list[OffloadKey]]] = []
+        """What was touched and reordered, see ``Tier.touch``."""
         self.was_reset = False
         self.held_by_others: set[OffloadKey] = set()
         """Blocks that it does not know of and that a write finds in the medium."""
@@ -81,6 +83,10 @@ class SpyTier(MemoryTier):
         taken = super().write(keys[:n], slots[:n])
         self.writes += taken
         return taken
+
+    def touch(self, keys: Sequence[OffloadKey], stored: Collection[OffloadKey] | None = None) -> None:
+        self.shown.append(("touch" if stored is None else "reorder", list(keys)))
+        super().touch(keys, stored)
 
     def delete(self, keys: Sequence[OffloadKey]) -> None:
         self.num_deleted += len(keys)
@@ -149,7 +155,7 @@ class SharedTier(SpyTier):
         return super().stats()._replace(capacity_bytes=None) if self.is_open else TierStats(0, 0, 0, is_connected=False)
 
     def contains(self, keys: Sequence[OffloadKey], ahead: Sequence[OffloadKey] = ()) -> States:
-        states = super().contains(keys)
+        states = super().contains(keys, ahead)
         if not self.knows:
             states[:] = LookupState.RETRY
         return states
@@ -204,12 +210,14 @@ class Rig:
         self.manager.complete_store(keys)
         self.manager.end_chain(keys, [])
 
-    def settle(self) -> None:
-        """Starts what lookups have asked for, and ends all transfers of the tier."""
-        self.manager.poll()
-        self.executor.drain()
-        self.manager.poll()
-        self.manager.check_integrity()
+    def settle(self, times: int = 1) -> None:
+        """Starts what lookups have asked for, and ends all transfers of the tier. What ends lets more begin, which the
+        next time ends."""
+        for _ in range(times):
+            self.manager.poll()
+            self.executor.drain()
+            self.manager.poll()
+            self.manager.check_integrity()
 
     def store_below(self, keys: list[OffloadKey]) -> None:
         """Puts ``keys`` into the tier but not into the host."""
@@ -217,6 +225,25 @@ class Rig:
             self.store([key])
             self.settle()
         self.host.reset()
+
+    def put(self, tier: SpyTier, keys: list[OffloadKey]) -> None:
+        """Puts blocks into one tier only."""
+        assert tier.write(keys, np.arange(len(keys))) == keys
+        for i, key in enumerate(keys):
+            self.pools[0][i] = content(key)
+        self.executor.drain()
+        tier.poll()
+
+    def measure(self, seconds_per_block: float, tier: SpyTier | None = None) -> None:
+        """A tier reads blocks in ``seconds_per_block``, and the engine computes a block of 16 tokens per second. Both
+        have done so once."""
+        tier, key = self.tier if tier is None else tier, chain(f"measured {seconds_per_block}", 1)
+        self.put(tier, key)
+        tier.seconds_per_block = seconds_per_block
+        assert self.manager.lookup(key, MEASURES) is None
+        self.settle()
+        self.manager.release_request(MEASURES)
+        self.manager.observe_prefill(160, 10.0)
 
     def bytes_of(self, keys: list[OffloadKey]) -> list[bytes]:
         spec = self.manager.prepare_load(keys)

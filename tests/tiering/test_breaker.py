@@ -19,7 +19,7 @@ from kvoffload.tiering.health import (
     CircuitBreaker,
 )
 from kvoffload.tiering.rates import Ended
-from tests.tiering.rig import A, B, Rig, SharedTier, chain, content, on_disk, slot_of
+from tests.tiering.rig import A, B, Rig, SharedTier, below, chain, content, on_disk, slot_of
 
 
 def hang(rig: Rig, name: str = "x") -> list[OffloadKey]:
@@ -55,9 +55,7 @@ def fail(rig: Rig, times: int) -> None:
 
 def test_transfers_that_have_ended_while_the_engine_was_idle_are_no_hang() -> None:
     """An idle engine takes no steps, so the results wait until the next request comes."""
-    rig = Rig(load_deadline_ms=1000)
-    keys = chain("x", 2)
-    rig.store_below(keys)
+    rig, keys = below(2, load_deadline_ms=1000)
     rig.store(chain("last", 1))
     rig.manager.poll()
     assert len(rig.manager.tiers[0].writes.writing) == 1
@@ -148,9 +146,7 @@ def half_open(rig: Rig, ability: Ability = Ability.READ) -> None:
 
 @pytest.mark.parametrize("ability", Ability)
 def test_while_one_ability_is_paused_the_other_goes_on(ability: Ability, caplog: pytest.LogCaptureFixture) -> None:
-    rig = Rig(host_blocks=128, tier_blocks=100)
-    keys = chain("x", 2)
-    rig.store_below(keys)
+    rig, keys = below(2, host_blocks=128, tier_blocks=100)
     pause(rig, ability)
     rig.tier.expected.clear()
     rig.tier.reads.clear()
@@ -178,9 +174,7 @@ def test_while_one_ability_is_paused_the_other_goes_on(ability: Ability, caplog:
 
 
 def test_a_full_tier_is_no_fault_and_is_tested_at_a_growing_pace(caplog: pytest.LogCaptureFixture) -> None:
-    rig = Rig(host_blocks=64, tier_blocks=400)
-    keys = chain("x", 2)
-    rig.store_below(keys)
+    rig, keys = below(2, host_blocks=64, tier_blocks=400)
     rig.tier.writes.clear()
     for _ in range(60):
         rig.clock.now += 1.0
@@ -273,9 +267,7 @@ def test_a_tier_is_tested_with_any_block_of_a_lookup_that_it_holds() -> None:
 
 
 def test_the_engine_steps_until_the_block_of_a_test_is_looked_up() -> None:
-    rig = Rig(host_blocks=64, tier_blocks=100)
-    keys = chain("x", 2)
-    rig.store_below(keys)
+    rig, keys = below(2, host_blocks=64, tier_blocks=100)
     pause(rig)
     half_open(rig)
     rig.tier.unsure = True
@@ -315,9 +307,7 @@ def test_half_open_writes_one_block(succeeds: bool) -> None:
 
 
 def test_a_tier_that_failed_for_ten_minutes_is_used_again_without_a_restart(caplog: pytest.LogCaptureFixture) -> None:
-    rig = Rig(host_blocks=64, tier_blocks=100)
-    keys = chain("x", 2)
-    rig.store_below(keys)
+    rig, keys = below(2, host_blocks=64, tier_blocks=100)
     pause(rig)
     rig.tier.fails = TierError.IO
     rig.tier.reads.clear()
@@ -378,9 +368,7 @@ def test_lookups_that_fail_pause_a_tier() -> None:
 
 
 def test_a_tier_that_does_not_answer_the_lookup_of_a_test_is_paused_again() -> None:
-    rig = Rig(load_deadline_ms=1000)
-    keys = chain("x", 2)
-    rig.store_below(keys)
+    rig, keys = below(2, load_deadline_ms=1000)
     rig.tier.num_failed_lookups += MAX_FAILURES
     rig.settle()
     half_open(rig)
@@ -420,8 +408,7 @@ def test_writes_that_hang_pause_the_tier_and_tests_of_them_are_bounded() -> None
     rig.settle()
     assert health(rig, Ability.WRITE).state is BreakerState.WORKING
     rig.store(chain("z", 4))
-    for _ in range(20):
-        rig.settle()
+    rig.settle(20)
     assert on_disk(rig, chain("z", 4)) == 4
 
 

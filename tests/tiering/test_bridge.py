@@ -6,14 +6,14 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvoffload.abc import ConfigError, IntegrityError, KVGroup, MissReason, OffloadKey, States, TierError
+from kvoffload.abc import ConfigError, IntegrityError, KVGroup, MissReason, OffloadKey, TierError, TierResult
 from kvoffload.abc.tier import HIT, MISS, RETRY
 from kvoffload.tiering import bridge_jobs
 from kvoffload.tiering.bridge import STORE_DEADLINE_S, BridgeSettings, JobEnd, TierBridge, build_bridge
@@ -21,7 +21,7 @@ from kvoffload.tiering.health import BreakerState
 from kvoffload.tiers.config import TierEntry, load_tiers
 from kvoffload.tiers.threads import IOThreads
 from tests.tiering.bridge_rig import FINGERPRINT, BridgeRig, Foreign
-from tests.tiering.rig import SLOT_BYTES, SpyTier, chain
+from tests.tiering.rig import SLOT_BYTES, SharedTier, chain
 
 
 def indices(end: JobEnd, keys: Sequence[OffloadKey]) -> list[int]:
@@ -143,36 +143,25 @@ def test_a_page_of_another_size_is_a_bug_and_switches_the_bridge_off() -> None:
 # Uses.
 
 
-class Touched(SpyTier):
-    """Remembers touches."""
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        super().__init__(*args, **kwargs)
-        self.touched: list[OffloadKey] = []
-        self.reordered: list[OffloadKey] = []
-
-    def touch(self, keys: Sequence[OffloadKey], stored: Collection[OffloadKey] | None = None) -> None:
-        seen = self.touched if stored is None else self.reordered
-        seen += keys
-        super().touch(keys, stored)
+def touched(rig: BridgeRig) -> list[OffloadKey]:
+    return [key for how, keys in rig.tier.shown if how == "touch" for key in keys]
 
 
 def test_a_request_is_one_use_of_its_chain() -> None:
-    rig = BridgeRig(tier_class=Touched, load_deadline_ms=1.0)
-    assert isinstance(rig.tier, Touched)
+    rig = BridgeRig(load_deadline_ms=1.0)
     keys = chain("x", 8)
     rig.store(keys[:3], keys[:4])
     rig.store(keys[3:5], keys[:5])
     rig.bridge.end_request("r", keys)
     rig.settle()
-    assert rig.tier.touched == rig.name(keys), "each block once, those that are new before they are stored"
+    assert touched(rig) == rig.name(keys), "each block once, those that are new before they are stored"
     rig.bridge.end_request("another", keys[:4])
     rig.settle()
-    assert rig.tier.touched == rig.name([*keys, *keys[:4]])
-    rig.tier.touched.clear()
+    assert touched(rig) == rig.name([*keys, *keys[:4]])
+    rig.tier.shown.clear()
     assert rig.bridge.get(keys[:2], rig.foreign.pages(range(2))) == [False] * 2, "the thread does not run"
     rig.settle()
-    assert rig.tier.touched == rig.name(keys[:2])
+    assert touched(rig) == rig.name(keys[:2])
 
 
 def test_requests_that_never_end_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,11 +176,7 @@ def test_requests_that_never_end_are_forgotten(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_tier_may_ask_for_several_uses(tmp_path: Path) -> None:
-    (config,) = load_tiers([{"kind": "disk", "dir": str(tmp_path), "bytes": "4MiB", "store_threshold": 2}])
-    bridge = build_bridge(
-        [TierEntry("tiers[0].", config)], [KVGroup(16)], SLOT_BYTES, FINGERPRINT, BridgeSettings(staging_bytes=1)
-    )
-    foreign, keys = Foreign(4), chain("x", 4)
+    bridge, foreign, keys = make_bridge(tmp_path, store_threshold=2), Foreign(4), chain("x", 4)
     try:
         for job in range(2):
             bridge.store(job, keys, foreign.fill(range(4), keys), keys, f"request {job}")
@@ -359,30 +344,21 @@ def wait_for(call: Callable[[], list[JobEnd]], count: int = 1) -> list[JobEnd]:
     return found
 
 
-class Hanging(SpyTier):
-    """Its ``poll`` does not return while ``go_on`` is not set, which no tier may do."""
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        super().__init__(*args, **kwargs)
-        self.begun, self.go_on = threading.Event(), threading.Event()
-        self.hangs = False
-
-    def poll(self) -> list[object]:  # type: ignore[override]
-        if self.hangs:
-            self.begun.set()
-            self.go_on.wait(60)
-        return super().poll()  # type: ignore[return-value]
-
-
 def test_a_tier_that_hangs_in_a_call_delays_nobody_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvoffload.tiering.bridge_thread.CLOSE_DEADLINE_S", 0.1)
-    rig = BridgeRig(tier_class=Hanging)
-    assert isinstance(rig.tier, Hanging)
-    keys = chain("x", 4)
+    rig, keys = BridgeRig(), chain("x", 4)
     rig.store_all(keys)
-    rig.tier.hangs = True
+    poll, begun, go_on = rig.tier.poll, threading.Event(), threading.Event()
+
+    def hang() -> list[TierResult]:
+        """No tier may do this."""
+        begun.set()
+        go_on.wait(60)
+        return poll()
+
+    monkeypatch.setattr(rig.tier, "poll", hang)
     rig.bridge.start()
-    assert rig.tier.begun.wait(60)
+    assert begun.wait(60)
     rig.bridge.load(1, keys, rig.foreign.clear(range(4)), "l")
     assert rig.bridge.lookup(keys).tolist() == [RETRY] * 4
     rig.clock.now += 10
@@ -399,7 +375,7 @@ def test_a_tier_that_hangs_in_a_call_delays_nobody_for_long(monkeypatch: pytest.
     thread = rig.bridge._thread.thread
     assert thread is not None
     assert thread.is_alive(), "otherwise nothing has hung"
-    rig.tier.go_on.set()
+    go_on.set()
     thread.join(60)
     assert not thread.is_alive()
 
@@ -428,29 +404,18 @@ def test_calls_do_not_pile_up_while_a_tier_hangs_in_a_call(monkeypatch: pytest.M
     assert rig.store(keys, keys).ok
 
 
-class Buggy(SpyTier):
-    """Breaks a check of kvoffload's own."""
-
-    breaks_in: str | None = None
-
-    def poll(self) -> list[object]:  # type: ignore[override]
-        if self.breaks_in == "poll":
-            raise IntegrityError("planted")
-        return super().poll()  # type: ignore[return-value]
-
-    def contains(self, keys: Sequence[OffloadKey], ahead: Sequence[OffloadKey] = ()) -> States:
-        if self.breaks_in == "contains":
-            raise IntegrityError("planted")
-        return super().contains(keys)
-
-
 @pytest.mark.parametrize("where", ["poll", "contains"])
-def test_a_check_that_fails_switches_the_bridge_off(where: str, caplog: pytest.LogCaptureFixture) -> None:
-    rig = BridgeRig(tier_class=Buggy)
-    assert isinstance(rig.tier, Buggy)
-    keys = chain("x", 4)
+def test_a_check_that_fails_switches_the_bridge_off(
+    where: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig, keys = BridgeRig(), chain("x", 4)
     rig.store_all(keys)
-    rig.tier.breaks_in = where
+
+    def fail(*args: object) -> None:
+        """Breaks a check of kvoffload's own."""
+        raise IntegrityError("planted")
+
+    monkeypatch.setattr(rig.tier, where, fail)
     rig.bridge.load(1, keys, rig.foreign.clear(range(4)), "l")
     rig.bridge.store(2, chain("y", 2), rig.foreign.pages([5, 6]), chain("y", 2), "r")
     if where == "contains":
@@ -491,12 +456,8 @@ def test_stores_are_dropped_while_no_tier_can_be_written() -> None:
 # Calls that wait, and threads.
 
 
-class Unsure(SpyTier):
-    is_shared = True
-
-
 def test_answers_that_are_late_are_misses() -> None:
-    rig = BridgeRig(tier_class=Unsure, lookup_deadline_ms=50.0)
+    rig = BridgeRig(tier_class=SharedTier, lookup_deadline_ms=50.0)
     keys = chain("x", 6)
     rig.store_all(keys)
     rig.tier.unsure = True
@@ -519,8 +480,8 @@ def on_disk(tmp_path: Path) -> Iterator[TierBridge]:
     bridge.close()
 
 
-def make_bridge(path: Path) -> TierBridge:
-    (config,) = load_tiers([{"kind": "disk", "dir": str(path), "bytes": "4MiB"}])
+def make_bridge(path: Path, **options: Any) -> TierBridge:
+    (config,) = load_tiers([{"kind": "disk", "dir": str(path), "bytes": "4MiB", **options}])
     return build_bridge(
         [TierEntry("tiers[0].", config)],
         [KVGroup(16)],
@@ -608,9 +569,6 @@ def test_wrong_settings_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         build_bridge([], [KVGroup(16)], SLOT_BYTES, FINGERPRINT, BridgeSettings(staging_bytes=1 << 50))
     blocked = tmp_path / "file"
     blocked.write_text("")
-    (config,) = load_tiers([{"kind": "disk", "dir": str(blocked), "bytes": "4MiB"}])
     with pytest.raises(ConfigError, match=r"tiers\[0\]\.dir"):
-        build_bridge(
-            [TierEntry("tiers[0].", config)], [KVGroup(16)], SLOT_BYTES, FINGERPRINT, BridgeSettings(staging_bytes=1)
-        )
+        make_bridge(blocked)
     assert not any(thread.name == "kvoffload-bridge" for thread in threading.enumerate())

@@ -19,7 +19,7 @@ from kvoffload.tiering.writes import WriteThrough
 from tests.scale import scaled
 from tests.sim.memory_tier import StoredBlock
 from tests.tiering.bridge_rig import BridgeRig
-from tests.tiering.rig import SLOT_BYTES, SpyTier, chain
+from tests.tiering.rig import SLOT_BYTES, SharedTier, SpyTier, chain
 
 NUM_PAGES = 96
 SCRIBBLE = 0xEE
@@ -44,12 +44,6 @@ class Conversation:
     num_stored: int = 0
     stored: set[OffloadKey] = field(default_factory=set)
     """Keys of finished or open stores since the last reset."""
-
-
-class SharedTier(SpyTier):
-    """A tier that may not know what it holds, and that a reset switches off."""
-
-    is_shared = True
 
 
 class Schedule:

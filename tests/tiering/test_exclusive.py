@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
-import pytest
-
 from kvoffload.abc import Hints, Offer, ReqContext
 from kvoffload.cache.admission import ReuseFilter
 from kvoffload.tiering.manager import TierSettings
-from kvoffload.tiering.writes import WriteThrough
 from tests.tiering.rig import Rig, chain, in_tier
 
 
@@ -17,18 +13,12 @@ def present(rig: Rig, *chains: list[bytes]) -> list[int]:
     return [sum(key in rig.host.table for key in keys) for keys in chains]
 
 
-def settle(rig: Rig) -> None:
-    """Lets all writes end, of several chains."""
-    for _ in range(3):
-        rig.settle()
-
-
 def a_full_host() -> tuple[Rig, list[bytes], list[bytes]]:
     """Two blocks that were written and are not on the device, and two that are on the device and not written."""
     rig = Rig(host_blocks=4, device_blocks=16, write_share=1.0)
     old, new = chain("old", 2), chain("new", 2)
     rig.store(old)
-    settle(rig)
+    rig.settle(3)
     rig.store(new)
     rig.manager.note_device(held=new)
     return rig, old, new
@@ -38,7 +28,7 @@ def test_a_block_leaves_first_only_when_the_tiers_have_it() -> None:
     rig, old, new = a_full_host()
     rig.store(chain("third", 1))
     assert present(rig, old, new) == [1, 2], "what the device holds is still to be written"
-    settle(rig)
+    rig.settle(3)
     assert in_tier(rig, new) == [0, 1]
     rig.manager.touch(new)
     rig.store(chain("fourth", 2))
@@ -47,30 +37,22 @@ def test_a_block_leaves_first_only_when_the_tiers_have_it() -> None:
 
 def test_what_has_left_the_device_leaves_as_any_other_block() -> None:
     rig, old, new = a_full_host()
-    settle(rig)
+    rig.settle(3)
     rig.manager.note_device(left=new)
     rig.manager.touch(new)
     rig.store(chain("third", 2))
     assert present(rig, old, new) == [0, 2]
 
 
-def test_marked_too_early_a_tier_would_lose_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control of the first test."""
-    monkeypatch.setattr(WriteThrough, "is_done", lambda self, keys: np.ones(len(keys), dtype=np.bool_))
-    rig, old, new = a_full_host()
-    rig.store(chain("third", 1))
-    assert present(rig, old, new) != [1, 2]
-
-
 def test_a_block_on_the_device_that_the_tiers_hold_is_not_stored_until_it_leaves() -> None:
     rig = Rig(host_blocks=2, device_blocks=16, write_share=1.0)
     first, second = chain("first", 2), chain("second", 2)
     rig.store(first)
-    settle(rig)
+    rig.settle(3)
     rig.manager.note_device(held=first)
     rig.store(second)
     assert present(rig, first) == [0]
-    settle(rig)
+    rig.settle(3)
     output = rig.manager.prepare_store(first)
     assert output is not None
     assert (output.keys_to_store, output.refused_keys) == ([], [])
@@ -80,7 +62,7 @@ def test_a_block_on_the_device_that_the_tiers_hold_is_not_stored_until_it_leaves
     assert output.keys_to_store == first
     rig.manager.complete_store(output.store_spec)
     assert present(rig, first) == [2]
-    settle(rig)
+    rig.settle(3)
 
 
 def leave(rig: Rig, keys: list[bytes]) -> None:
@@ -105,9 +87,9 @@ def test_two_tiers_must_both_have_it() -> None:
     rig = Rig(host_blocks=4, device_blocks=16, write_share=1.0, num_tiers=2)
     old, new = chain("old", 2), chain("new", 2)
     rig.store(old)
-    settle(rig)
+    rig.settle(3)
     rig.store(new)
-    settle(rig)
+    rig.settle(3)
     rig.tiers[1].delete(new)
     rig.manager.note_device(held=new)
     rig.store(chain("third", 2))

@@ -8,7 +8,7 @@ import pytest
 
 from kvoffload.abc import Awaited, LookupState, MissReason, OffloadKey, ReqContext
 from kvoffload.tiering.lookup import LOOK_AGAIN_S, LOOK_AGAIN_SHARE
-from tests.tiering.rig import A, B, Rig, SharedTier, chain, with_shared
+from tests.tiering.rig import B, Rig, SharedTier, chain, with_shared
 
 HOST_BLOCKS = 64
 DEADLINE_S = 1.0
@@ -117,12 +117,9 @@ def test_the_longer_a_request_waits_the_less_often_it_has_the_medium_asked() -> 
 def test_what_is_handed_over_is_loaded_although_computing_it_would_be_faster(is_awaited: bool) -> None:
     """Another server has computed it already for this request. Without it, which is the control, it is computed."""
     rig = Rig(tier_class=SharedTier, load_deadline_ms=1e6)
-    keys, other = chain("x", 4), chain("y", 4)
-    rig.store_below(keys + other)
-    rig.tier.seconds_per_block = 1.1
-    rig.manager.lookup(keys[:1], A)
-    rig.settle()
-    rig.manager.observe_prefill(160, 10.0)  # One block of 16 tokens per second.
+    other = chain("y", 4)
+    rig.store_below(other)
+    rig.measure(1.1)
     context = awaiting(other, rig) if is_awaited else B
     assert rig.manager.lookup(other, context) == (None if is_awaited else 0)
     rig.settle()

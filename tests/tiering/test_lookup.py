@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 
 from kvoffload.abc import KVGroup, LookupState, MissReason, OffloadKey, ReqContext, States
@@ -54,15 +53,6 @@ def with_remote(**options: object) -> tuple[Rig, RemoteTier]:
     return rig, remote
 
 
-def put(rig: Rig, tier: SpyTier, keys: list[OffloadKey]) -> None:
-    """Puts blocks into one tier only."""
-    assert tier.write(keys, np.arange(len(keys))) == keys
-    for i, key in enumerate(keys):
-        rig.pools[0][i] = content(key)
-    rig.executor.drain()
-    tier.poll()
-
-
 def test_a_tier_that_does_not_answer_in_time_does_not_hold_the_block() -> None:
     rig, keys = below(2, lookup_deadline_ms=100)
     rig.tier.unsure = True
@@ -85,7 +75,7 @@ def test_a_tier_that_does_not_answer_in_time_does_not_hold_the_block() -> None:
 def test_a_remote_tier_is_asked_once_for_a_whole_chain() -> None:
     rig, remote = with_remote(host_blocks=8 * FIRST_CHUNK, tier_blocks=8 * FIRST_CHUNK)
     keys = chain("x", 3 * FIRST_CHUNK)
-    put(rig, remote, keys)
+    rig.put(remote, keys)
     assert rig.manager.lookup(keys, A) is None
     assert remote.questions == [keys]
     assert rig.manager.poll(), "it must be asked again"
@@ -103,7 +93,7 @@ def test_only_the_rest_of_a_chain_is_announced() -> None:
     rig.store(keys[:2])
     rig.settle()
     remote.forget()
-    put(rig, rig.tiers[0], keys[2:4])
+    rig.put(rig.tiers[0], keys[2:4])
     rig.tiers[0].expected.clear()
     remote.expected.clear()
     assert rig.manager.lookup(keys, A) is None
@@ -114,8 +104,8 @@ def test_only_the_rest_of_a_chain_is_announced() -> None:
 def test_a_chain_may_be_found_partly_in_each_tier() -> None:
     rig, remote = with_remote(host_blocks=32, load_deadline_ms=1e6)
     keys = chain("x", 6)
-    put(rig, rig.tiers[0], keys[:3])
-    put(rig, remote, keys[2:5])
+    rig.put(rig.tiers[0], keys[:3])
+    rig.put(remote, keys[2:5])
     rig.pools[0][:] = 0
     assert rig.manager.lookup(keys, A) is None
     rig.manager.poll()
@@ -134,7 +124,7 @@ def test_a_chain_may_be_found_partly_in_each_tier() -> None:
 def test_a_slower_tier_is_asked_while_a_faster_one_does_not_know() -> None:
     rig, remote = with_remote(lookup_deadline_ms=100)
     keys = chain("x", 4)
-    put(rig, remote, keys)
+    rig.put(remote, keys)
     rig.tiers[0].unsure = True
     assert rig.manager.lookup(keys, A) is None
     assert remote.questions == [keys]
@@ -152,7 +142,7 @@ def test_a_slower_tier_is_asked_while_a_faster_one_does_not_know() -> None:
 def test_each_tier_may_have_a_deadline_of_its_own() -> None:
     rig, remote = with_remote(lookup_deadline_ms=100, tiers=[TierSettings(), TierSettings(lookup_deadline_ms=500)])
     keys = chain("x", 4)
-    put(rig, remote, keys)
+    rig.put(remote, keys)
     rig.tiers[0].unsure = True
     for passed, is_waiting in ((0.0, True), (0.3, True), (0.21, False)):
         rig.clock.now += passed
@@ -208,8 +198,8 @@ def test_an_idle_engine_waits_for_answers() -> None:
 def test_blocks_of_a_window_are_looked_up_in_all_tiers() -> None:
     rig, remote = with_remote(groups=(KVGroup(16, sliding_window=33),), load_deadline_ms=1e6)
     keys = chain("x", 3)
-    put(rig, rig.tiers[0], keys[:1])
-    put(rig, remote, keys[1:])
+    rig.put(rig.tiers[0], keys[:1])
+    rig.put(remote, keys[1:])
     assert rig.manager.lookup_each(keys, A).tolist() == [LookupState.RETRY] * 3
     assert remote.questions == [keys[1:]]
     remote.answer()

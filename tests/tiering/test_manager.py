@@ -1,26 +1,20 @@
-"""TieredOffloadingManager over a plain tier: lookups, steps, resets."""
+"""TieredOffloadingManager over a plain tier: lookups, steps, uses, resets, counts."""
 
 from __future__ import annotations
 
 import pytest
 
-from kvoffload.abc import Hints, KVGroup, LookupState, MissReason, ReqContext, TierError
-from kvoffload.cache.manager import PolicyOffloadingManager
-from kvoffload.cache.policies import make_policy
-from kvoffload.cache.slots import HostBackend
-from kvoffload.testing.tier_conformance import make_pools
-from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings
-from tests.sim.memory_tier import MemoryTier
+from kvoffload.abc import Hints, LookupState, MissReason, OffloadKey, ReqContext, TierError, TierStats
+from kvoffload.observe.metrics import METRICS, Metrics
+from kvoffload.tiering import steps
+from kvoffload.tiering.manager import TieredOffloadingManager
 from tests.suites.reference import ReferenceLRUManager
 from tests.suites.stateful import WALK_SEEDS, manager_machine, walk
-from tests.tiering.rig import SLOT_BYTES, A, B, Rig, arrived, below, chain, content
+from tests.tiering.rig import SLOT_BYTES, A, B, Rig, SpyTier, arrived, below, chain, compute, content
 
 
 def make_above_a_full_tier(num_blocks: int) -> TieredOffloadingManager:
-    tier = MemoryTier(make_pools(num_blocks, SLOT_BYTES), 0)
-    backend = HostBackend(16, num_blocks)
-    host = PolicyOffloadingManager(backend, make_policy("lru", num_blocks), enable_events=True)
-    return TieredOffloadingManager(host, [tier], TieringSettings([KVGroup(16)]))
+    return Rig(num_blocks, tier_blocks=0, enable_events=True).manager
 
 
 @pytest.mark.parametrize("seed", WALK_SEEDS)
@@ -196,9 +190,96 @@ def test_a_reset_makes_everything_unreachable_whatever_is_under_way(under_way: s
     assert rig.bytes_of(keys) == [bytes(content(key)) for key in keys]
 
 
+# A chain that host memory holds is shown to tiers when its request ends; other chains when it arrives, too.
+
+
+def a_held_head() -> tuple[Rig, list[OffloadKey]]:
+    """Returns a rig and a chain of which the host holds the first four blocks."""
+    rig, keys = Rig(), chain("x", 6)
+    compute(rig, keys[:4])
+    return rig, keys
+
+
+def test_a_chain_in_host_memory_is_shown_when_the_request_ends() -> None:
+    rig, keys = a_held_head()
+    rig.manager.touch(keys[:4], A)
+    assert rig.tier.shown == []
+    rig.manager.end_chain(keys, [], A)
+    # The tail first, so that it is evicted before the head.
+    assert rig.tier.shown == [("reorder", keys[4:]), ("touch", keys[:4])]
+
+
+@pytest.mark.parametrize("context", [A, None], ids=["request", "no request"])
+def test_other_chains_are_shown_whole_when_they_arrive(context: ReqContext | None) -> None:
+    """Otherwise a head that host memory holds would be older than its tail, and evicted first."""
+    rig, keys = a_held_head()
+    keys = keys[: 6 if context else 4]
+    rig.manager.touch(keys, context)
+    rig.manager.end_chain(keys, [], context)
+    assert rig.tier.shown == [("touch", keys), ("reorder", keys)]
+
+
+def test_of_requests_that_never_end_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "MAX_REQUESTS", 2)
+    rig, keys = a_held_head()
+    for context in (A, B, ReqContext("c")):
+        rig.manager.touch(keys[:1], context)
+    for context, is_known in ((A, False), (B, True)):
+        rig.manager.end_chain(keys[:1], [], context)
+        assert (("touch", keys[:1]) in rig.tier.shown) is is_known
+
+
 def test_a_miss_names_the_tier_that_holds_the_block() -> None:
     rig = Rig()
     keys = chain("a", 1)
     rig.store_below(keys)
     assert rig.manager.explain_miss(keys[0]).tier == "memory"
     assert rig.manager.explain_miss(b"unknown").tier is None
+
+
+# Counts by tier.
+
+
+def test_what_a_tier_has_done_is_counted_under_its_name() -> None:
+    rig, keys = below(3)
+    rig.manager.lookup(keys, A)
+    rig.settle()
+    counts = rig.counts()
+    assert {name.partition(":")[0] for name in counts} <= METRICS.keys()
+    assert counts["tier_write_blocks:memory"] == 3
+    assert counts["tier_read_bytes:memory"] == 3 * SLOT_BYTES
+    assert counts["tier_blocks:memory"] == 3
+    assert counts["tier_capacity_bytes:memory"] == 64 * SLOT_BYTES
+    assert counts["tier_off:memory"] == counts["tier_paused:read,memory"] == 0
+    assert rig.manager.release_request(A) == {"memory": keys}
+    assert "tier_write_blocks:memory" not in rig.counts(), "each is reported once"
+
+
+def test_counters_do_not_fall_if_a_tier_counts_from_0_again() -> None:
+    rig, metrics = Rig(tier_blocks=2), Metrics()
+    name = "tier_evicted_blocks:memory"
+    totals = []
+    for num_evicted in (5, 0, 2, 2, 3):
+        rig.tier.num_evicted = num_evicted
+        metrics.take_in(rig.counts())
+        assert metrics.take().get(name, 0) >= 0
+        totals.append(metrics.snapshot()[name])
+    assert totals == [5, 5, 7, 7, 8]
+
+
+class Store(SpyTier):
+    """A tier in a store that cannot be reached while it ``is_away``."""
+
+    is_away = True
+
+    def stats(self) -> TierStats:
+        return super().stats()._replace(is_connected=not self.is_away)
+
+
+def test_a_store_that_was_never_reached_is_paused() -> None:
+    """It has no failures, because nothing is asked of it."""
+    rig = Rig(tier_class=Store)
+    assert rig.counts()["tier_paused:read,memory"] == 1
+    assert isinstance(rig.tier, Store)
+    rig.tier.is_away = False
+    assert rig.counts()["tier_paused:read,memory"] == 0

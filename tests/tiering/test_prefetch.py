@@ -23,8 +23,7 @@ def end(rig: Rig, keys: list[OffloadKey], given: Hints | None, name: str = "r") 
 
 def wait(rig: Rig, seconds: float) -> None:
     rig.clock.now += seconds
-    for _ in range(8):
-        rig.settle()
+    rig.settle(8)
 
 
 def num_in_host(rig: Rig, keys: list[OffloadKey]) -> int:

@@ -59,8 +59,7 @@ def test_requests_with_some_blocks_that_want_more_do_not_wait_for_each_other(sec
     questions = [(first, A), (second, B)]
     for keys, context in questions[::-1] if second_asks_first else questions:
         assert rig.manager.lookup(keys, context) is None
-    for _ in range(3):
-        rig.settle()
+    rig.settle(3)
     assert rig.manager.lookup(first, A) == 4, "the older request continues"
     rig.manager.release_request(A)
     for _ in range(3):
@@ -76,8 +75,7 @@ def test_a_younger_request_takes_no_room_from_an_older_one() -> None:
     rig.manager.lookup(first, A)
     rig.settle()
     rig.manager.lookup(second, B)
-    for _ in range(5):
-        rig.settle()
+    rig.settle(5)
     assert sum(arrived(rig.manager, A).values()) == 4
     assert rig.host.num_available_blocks == 4, "the blocks of the older request are still pinned"
     assert rig.tier.reads == first

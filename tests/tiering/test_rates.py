@@ -7,10 +7,10 @@ from random import Random
 import numpy as np
 import pytest
 
-from kvoffload.abc import MissReason, ReqContext, TierResult
+from kvoffload.abc import MissReason, TierResult
 from kvoffload.tiering.lookup import RATE_TTL_S, num_worth_loading
 from kvoffload.tiering.rates import Ended, ReadEstimator
-from tests.tiering.rig import A, B, Rig, chain
+from tests.tiering.rig import A, B, Rig, below, chain
 
 
 def test_reads_at_the_same_time_count_once() -> None:
@@ -29,13 +29,9 @@ def test_reads_at_the_same_time_count_once() -> None:
 
 def test_blocks_that_others_wait_for_are_read_first() -> None:
     rig = Rig(host_blocks=8, load_deadline_ms=1e6)
-    keys, other, late = chain("x", 1), chain("y", 4), chain("z", 4)
-    rig.store_below(keys + other + late)
-    rig.tier.seconds_per_block = 0.75
-    rig.manager.lookup(keys, A)
-    rig.settle()
-    rig.manager.release_request(A)
-    rig.manager.observe_prefill(160, 10.0)  # One block per second: four take 4 s to compute, and 3 s to read.
+    other, late = chain("y", 4), chain("z", 4)
+    rig.store_below(other + late)
+    rig.measure(0.75)  # Four take 4 s to compute, and 3 s to read.
     assert rig.manager.lookup(other, A) is None
     assert rig.manager.lookup(late, B) == 0, "behind the others it would take 6 s"
 
@@ -45,28 +41,20 @@ def test_blocks_that_take_longer_to_load_than_to_compute_are_computed(seconds_pe
     rig = Rig(load_deadline_ms=1e6)
     keys, other = chain("x", 4), chain("y", 4)
     rig.store_below(keys + other)
-    rig.tier.seconds_per_block = seconds_per_block
-    rig.manager.lookup(keys[:1], A)
-    rig.settle()
-    rig.manager.observe_prefill(160, 10.0)  # One block of 16 tokens per second.
+    rig.measure(seconds_per_block)
     found = rig.manager.lookup(other, B)
     assert found is None if loads else found == 0
     if not loads:
         assert rig.manager.explain_miss(other[0]).reason is MissReason.FASTER_TO_COMPUTE
         rig.clock.now += RATE_TTL_S + 1
         assert rig.manager.lookup(other, B) is None, "an old rate is measured again"
-        assert rig.manager.lookup(keys[1:], ReqContext("c")) == 0, "by one request"
+        assert rig.manager.lookup(keys[1:], A) == 0, "by one request"
 
 
 def test_load_only_if_faster_can_be_switched_off() -> None:
-    rig = Rig(load_only_if_faster=False, load_deadline_ms=1e6)
-    keys = chain("x", 4)
-    rig.store_below(keys)
-    rig.tier.seconds_per_block = 1e6
-    rig.manager.lookup(keys[:1], A)
-    rig.settle()
-    rig.manager.observe_prefill(160, 0.001)
-    assert rig.manager.lookup(keys[1:], B) is None
+    rig, keys = below(4, load_only_if_faster=False, load_deadline_ms=1e6)
+    rig.measure(1e6)
+    assert rig.manager.lookup(keys, A) is None
 
 
 # Load or compute, by tier.
@@ -120,23 +108,11 @@ def test_a_slow_tier_does_not_keep_a_fast_one_from_being_read() -> None:
     rig = Rig(host_blocks=32, num_tiers=2, load_deadline_ms=1e6)
     keys = chain("x", 8)
     rig.store(keys)
-    for _ in range(8):
-        rig.settle()
+    rig.settle(8)
     rig.host.reset()
     rig.tiers[0].delete(keys[4:])
-    warm = chain("w", 1)
     for tier, seconds_per_block in zip(rig.tiers, (0.1, 30.0), strict=True):
-        tier.seconds_per_block = seconds_per_block
-        rig.store(warm)
-        rig.settle()
-        rig.host.reset()
-        for other in rig.tiers:
-            if other is not tier:
-                other.delete(warm)
-        assert rig.manager.lookup(warm, A) is None
-        rig.settle()
-        rig.manager.release_request(A)
-    rig.manager.observe_prefill(160, 10.0)  # One block per second.
+        rig.measure(seconds_per_block, tier)
     rig.tiers[1].reads.clear()
     assert rig.manager.lookup(keys, B) is None
     rig.settle()

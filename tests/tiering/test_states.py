@@ -8,8 +8,8 @@ import pytest
 
 from kvoffload.abc import KVGroup, LookupState, MissReason, OffloadKey, ReqContext
 from kvoffload.tiering.writes import MAX_WRITES_PER_BLOCK
-from tests.tiering.rig import A, B, Rig, chain, compute, content, in_tier, lookup_last, on_disk
-from tests.tiering.test_lookup import RemoteTier, put
+from tests.tiering.rig import A, Rig, chain, compute, content, in_tier, lookup_last, on_disk
+from tests.tiering.test_lookup import RemoteTier
 
 STATE = KVGroup(16, state=True)
 HYBRID = (KVGroup(16), STATE, STATE)
@@ -36,11 +36,6 @@ def settle(rig: Rig, times: int = 4) -> None:
         rig.settle()
 
 
-def store_below(rig: Rig, keys: list[OffloadKey]) -> None:
-    """Puts ``keys`` into the last tier only."""
-    put(rig, rig.tiers[-1], keys)
-
-
 # Lookups.
 
 
@@ -48,7 +43,7 @@ def test_only_the_last_state_is_promoted() -> None:
     rig = Rig(groups=HYBRID)
     _, states, _ = hybrid_chain(8)
     compute(rig, states[1:2])
-    store_below(rig, states[:6])
+    rig.put(rig.tier, states[:6])
     assert lookup_last(rig.manager, states, A) == (5, RETRY)
     settle(rig)
     assert rig.tier.reads == states[5:6]
@@ -61,7 +56,7 @@ def test_a_state_in_the_host_hides_earlier_ones_of_tiers() -> None:
     rig = Rig(groups=HYBRID)
     _, states, _ = hybrid_chain(8)
     compute(rig, states[4:5])
-    store_below(rig, states[:3])
+    rig.put(rig.tier, states[:3])
     rig.tier.asked.clear()
     assert lookup_last(rig.manager, states, A) == (4, HIT)
     assert rig.tier.asked == states[5:], "tiers are asked for later ones only"
@@ -73,7 +68,7 @@ def test_a_state_in_the_host_hides_earlier_ones_of_tiers() -> None:
 def test_without_waiting_only_states_of_the_host_are_found(context: ReqContext | None) -> None:
     rig = Rig(groups=HYBRID)
     _, states, _ = hybrid_chain(4)
-    store_below(rig, states)
+    rig.put(rig.tier, states)
     assert lookup_last(rig.manager, states, context) == (-1, MISS)
     compute(rig, states[1:2])
     assert lookup_last(rig.manager, states, context) == (1, HIT)
@@ -85,7 +80,7 @@ def test_a_shared_store_is_asked_once_for_all_states() -> None:
     remote = rig.tier
     assert isinstance(remote, RemoteTier)
     _, states, _ = hybrid_chain(1000)
-    store_below(rig, states[6:7])
+    rig.put(rig.tier, states[6:7])
     assert lookup_last(rig.manager, states, A) == (999, RETRY), "it may have any of them"
     assert rig.manager.poll(), "it must be asked again"
     assert lookup_last(rig.manager, states, A) == (999, RETRY)
@@ -104,7 +99,7 @@ def test_kv_and_states_of_a_hit_are_read_together() -> None:
     rig = Rig(groups=HYBRID, host_blocks=64)
     by_group = hybrid_chain(6)
     kv, states, others = by_group
-    store_below(rig, kv + states_at(by_group, 2, 5))
+    rig.put(rig.tier, kv + states_at(by_group, 2, 5))
 
     def look_up() -> tuple[tuple[int, LookupState], list[int], int | None]:
         last = lookup_last(rig.manager, states, A)
@@ -127,7 +122,7 @@ def test_kv_and_states_of_a_hit_are_read_together() -> None:
 def test_states_have_room_however_many_groups_there_are() -> None:
     rig = Rig(host_blocks=16, groups=[KVGroup(16), *[STATE] * 4])
     by_group = hybrid_chain(4, num_groups=5)
-    store_below(rig, by_group[0] + states_at(by_group, 4))
+    rig.put(rig.tier, by_group[0] + states_at(by_group, 4))
     assert lookup_last(rig.manager, by_group[1], A) == (3, RETRY)
     assert rig.manager.lookup_each([states[3] for states in by_group[2:]], A).tolist() == [RETRY] * 3
     assert rig.manager.lookup(by_group[0], A) is None
@@ -139,24 +134,13 @@ def test_states_have_room_however_many_groups_there_are() -> None:
 def test_a_hit_that_is_too_large_is_a_miss() -> None:
     rig = Rig(host_blocks=4, groups=[KVGroup(16), *[STATE] * 3])
     by_group = hybrid_chain(1, num_groups=4)
-    store_below(rig, states_at(by_group, 1))
+    rig.put(rig.tier, states_at(by_group, 1))
     assert lookup_last(rig.manager, by_group[1], A) == (0, RETRY)
     assert rig.manager.lookup_each([states[0] for states in by_group[2:]], A).tolist() == [MISS, MISS]
     assert rig.manager.explain_miss(by_group[2][0]).reason is MissReason.TOO_LARGE
 
 
 # Load or compute.
-
-
-def measured(rig: Rig, seconds_per_block: float) -> None:
-    """The tier has read a block in ``seconds_per_block``, and the engine computes a block of 16 tokens per second."""
-    keys = chain("measured", 1)
-    store_below(rig, keys)
-    rig.tier.seconds_per_block = seconds_per_block
-    assert rig.manager.lookup(keys, B) is None
-    rig.settle()
-    rig.manager.release_request(B)
-    rig.manager.observe_prefill(160, 10.0)
 
 
 @pytest.mark.parametrize(("seconds_per_block", "loads"), [(1.9, True), (2.1, False)])
@@ -167,8 +151,8 @@ def test_a_state_is_loaded_if_that_takes_less_time_than_the_tokens_up_to_it(
     rig = Rig(groups=HYBRID, host_blocks=32, load_deadline_ms=1e6)
     by_group = hybrid_chain(6)
     compute(rig, by_group[0] + states_at(by_group, 1))
-    store_below(rig, states_at(by_group, 5))
-    measured(rig, seconds_per_block)
+    rig.put(rig.tier, states_at(by_group, 5))
+    rig.measure(seconds_per_block)
     found = lookup_last(rig.manager, by_group[1], A)
     assert found == ((4, RETRY) if loads else (0, HIT))
     if not loads:
@@ -181,8 +165,8 @@ def test_kv_and_states_are_judged_together(seconds_per_block: float, loads: bool
     rig = Rig(groups=HYBRID, host_blocks=32, load_deadline_ms=1e6)
     by_group = hybrid_chain(4)
     kv, states, others = by_group
-    store_below(rig, kv + states_at(by_group, 4))
-    measured(rig, seconds_per_block)
+    rig.put(rig.tier, kv + states_at(by_group, 4))
+    rig.measure(seconds_per_block)
     assert lookup_last(rig.manager, states, A) == (3, RETRY)
     assert rig.manager.lookup_each(others[3:], A).tolist() == [RETRY]
     assert rig.manager.lookup(kv, A) == (None if loads else 0)
@@ -200,16 +184,10 @@ def test_a_hit_with_states_is_loaded_whole_or_not_at_all(slow_blocks: int, loads
     """Its tail comes from a slow tier. Without states the head alone would be loaded."""
     rig = Rig(groups=[KVGroup(16), STATE], host_blocks=64, num_tiers=2, load_deadline_ms=1e6)
     kv, states = hybrid_chain(6, num_groups=2)
-    rig.tiers[0].seconds_per_block, rig.tiers[1].seconds_per_block = 0.1, 2.0
-    measures = chain("measured", 2)
-    for tier, key in zip(rig.tiers, measures, strict=True):
-        put(rig, tier, [key])
-        assert rig.manager.lookup([key], B) is None
-        rig.settle()
-    rig.manager.release_request(B)
-    rig.manager.observe_prefill(160, 10.0)
-    put(rig, rig.tiers[0], kv[:-slow_blocks])
-    put(rig, rig.tiers[1], kv[-slow_blocks:] + states[5:])
+    for tier, seconds_per_block in zip(rig.tiers, (0.1, 2.0), strict=True):
+        rig.measure(seconds_per_block, tier)
+    rig.put(rig.tiers[0], kv[:-slow_blocks])
+    rig.put(rig.tiers[1], kv[-slow_blocks:] + states[5:])
     assert lookup_last(rig.manager, states, A) == (5, RETRY)
     # Six blocks save six seconds. The slow tier takes two for each of its blocks and for the state.
     assert rig.manager.lookup(kv, A) == (None if loads else 0)
@@ -222,8 +200,8 @@ def test_groups_with_full_attention_share_the_states(num_full: int, seconds_per_
     """Each is asked by itself; none counts what the others want."""
     rig = Rig(groups=[*[KVGroup(16)] * num_full, STATE], host_blocks=64, load_deadline_ms=1e6)
     by_group = hybrid_chain(8, num_groups=num_full + 1)
-    store_below(rig, [key for keys in by_group[:-1] for key in keys] + by_group[-1][7:])
-    measured(rig, seconds_per_block)
+    rig.put(rig.tier, [key for keys in by_group[:-1] for key in keys] + by_group[-1][7:])
+    rig.measure(seconds_per_block)
     assert lookup_last(rig.manager, by_group[-1], A) == (7, RETRY)
     # Of each group 8 blocks and a part of one state, for its part of the tokens: 9 * 0.88 s for 8 s, 8.5 * 0.46 for 4.
     assert [rig.manager.lookup(keys, A) for keys in by_group[:-1]] == [None] * num_full

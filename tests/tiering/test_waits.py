@@ -130,25 +130,6 @@ def test_every_wait_ends_and_no_pin_is_left(seed: int) -> None:
     walk.finish()
 
 
-def test_the_course_of_a_wait() -> None:
-    rig, keys = below(4, load_deadline_ms=1000 * DEADLINE_S)
-    rig.tier.refuses = True
-    assert rig.manager.lookup(keys, A) is None
-    rig.manager.poll()
-    rig.tier.refuses = False
-    with rig.executor.hold():
-        rig.manager.poll()
-        assert rig.manager.lookup(keys, A) is None
-        rig.clock.now += DEADLINE_S
-        rig.manager.poll()
-        for _ in range(2):
-            assert rig.manager.lookup(keys, A) == 0, "all lookups of a step have the same answer"
-    rig.settle()
-    assert rig.manager.lookup(keys, A) == 4
-    rig.manager.release_request(A)
-    assert rig.manager._waits.get(A) is None
-
-
 def drop_deadline(wait: Wait, rig: Rig) -> None:
     rig.manager._waits._begun.clear()
 

@@ -10,7 +10,7 @@ from kvoffload.abc import IntegrityError, OffloadKey, ReqContext, Slots
 from kvoffload.tiering.chains import MAX_REST_S
 from kvoffload.tiering.manager import WRITE_SHARE
 from kvoffload.tiering.writes import PATIENCE_S
-from tests.tiering.rig import A, B, Rig, begin, chain, compute, in_tier, on_disk
+from tests.tiering.rig import A, B, Rig, begin, below, chain, compute, in_tier, on_disk
 
 
 def evict(rig: Rig, victims: list[OffloadKey], stored: list[OffloadKey]) -> None:
@@ -33,20 +33,6 @@ def test_a_write_does_not_change_the_eviction_order() -> None:
     output = rig.manager.prepare_store(chain("y", 3))
     assert output is not None
     assert output.evicted_keys == keys[:3]
-
-
-def test_a_refused_write_is_tried_again() -> None:
-    rig = Rig(host_blocks=32)
-    keys = chain("x", 3)
-    rig.tier.most_writes = 1
-    rig.store(keys)
-    assert rig.host.num_available_blocks == rig.host.num_blocks - 1
-    for n in range(3):
-        assert on_disk(rig, keys) == n
-        rig.settle()
-        rig.clock.now += 1
-    assert on_disk(rig, keys) == 3
-    assert rig.host.num_available_blocks == rig.host.num_blocks
 
 
 def test_a_chain_that_grows_is_not_looked_up_from_its_head_each_time() -> None:
@@ -135,8 +121,7 @@ def test_a_block_that_the_host_has_evicted_ends_its_chain() -> None:
     rig.store(keys)
     held = int(64 * WRITE_SHARE)
     evict(rig, keys[held + 2 : held + 4], keys)
-    for _ in range(4):
-        rig.settle()
+    rig.settle(4)
     assert on_disk(rig, keys) == held + 2
     assert rig.counts()["tier_dropped_writes:memory"] == 20 - held - 2
     assert not rig.manager.has_pending_writes
@@ -148,8 +133,7 @@ def test_after_a_failed_write_the_chain_is_written_again_or_cut_off(times: int) 
     keys = chain("x", 6)
     rig.tier.fails_for, rig.tier.num_fails = keys[2], times
     rig.store(keys)
-    for _ in range(4):
-        rig.settle()
+    rig.settle(4)
     assert rig.tier.writes.count(keys[2]) == 1, "a pause comes first"
     for _ in range(4):
         rig.clock.now += MAX_REST_S
@@ -163,8 +147,7 @@ def test_the_tail_of_a_written_chain_is_evicted_first() -> None:
     rig = Rig(host_blocks=64, tier_blocks=20)
     keys = chain("x", 20)
     rig.store(keys)
-    for _ in range(4):
-        rig.settle()
+    rig.settle(4)
     assert on_disk(rig, keys) == 20
     rig.store(chain("y", 5))
     rig.settle()
@@ -180,8 +163,7 @@ def test_the_backlog_is_bounded_and_the_oldest_chain_is_dropped(monkeypatch: pyt
         rig.store(keys)
     rig.tier.most_writes = 1000
     rig.clock.now += 0.02
-    for _ in range(4):
-        rig.settle()
+    rig.settle(4)
     assert [on_disk(rig, keys) for keys in chains] == [0, 0, 4, 4, 4]
     assert rig.counts()["tier_dropped_writes:memory"] == 8
 
@@ -194,8 +176,7 @@ def test_an_idle_engine_keeps_stepping_while_the_tier_writes() -> None:
         assert rig.manager.has_pending_writes
         rig.clock.now += PATIENCE_S
         assert not rig.manager.has_pending_writes, "the tier hangs"
-    for _ in range(3):
-        rig.settle()
+    rig.settle(3)
     assert not rig.manager.has_pending_writes
 
 
@@ -275,14 +256,11 @@ def test_a_dropped_chain_leaves_nothing_behind_a_write_for_another_chain_that_fa
 
 
 def test_a_chain_is_completed_while_its_request_waits_for_a_promotion() -> None:
-    rig = Rig(host_blocks=64)
-    keys = chain("x", 6)
-    rig.store_below(keys)
+    rig, keys = below(6, host_blocks=64)
     rig.tier.delete(keys[:2])
     compute(rig, keys[:2])
     rig.manager.touch(keys, A)
     assert rig.manager.lookup(keys, A) is None
-    for _ in range(2):
-        rig.settle()
+    rig.settle(2)
     assert in_tier(rig, keys) == [0, 1, 2, 3, 4, 5]
     assert rig.manager.lookup(keys, A) == 6

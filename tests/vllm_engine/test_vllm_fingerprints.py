@@ -159,8 +159,9 @@ def test_settings_that_shape_kv_change_the_fingerprint(fingerprints: Run) -> Non
 
 @pytest.mark.parametrize("case", SAME)
 def test_other_settings_do_not(fingerprints: Run, case: str) -> None:
-    made = fingerprints["fingerprints"]
+    made, identities = fingerprints["fingerprints"], fingerprints["identities"]
     assert made[case] == made[SAME[case][0]]
+    assert describe_difference(identities[case], identities[SAME[case][0]]) == NOTHING
 
 
 def test_ranks_that_share_a_pool_count_once(fingerprints: Run) -> None:
@@ -206,12 +207,6 @@ def test_an_identity_covers_every_part_of_the_fingerprint(fingerprints: Run) -> 
     for case in OTHERS:
         said = describe_difference(identities["plain"], identities[case])
         assert (said == NOTHING) == (case == "plain"), case
-
-
-@pytest.mark.parametrize("case", SAME)
-def test_identities_agree_if_fingerprints_do(fingerprints: Run, case: str) -> None:
-    identities = fingerprints["identities"]
-    assert describe_difference(identities[case], identities[SAME[case][0]]) == NOTHING
 
 
 def test_an_identity_has_no_values_of_variables(fingerprints: Run) -> None:

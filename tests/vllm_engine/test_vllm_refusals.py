@@ -184,11 +184,8 @@ def said(run: Runner) -> Run:
     return run("configurations", cases={"right": {"options": POOL}, **cases, "later": later})
 
 
-def test_a_right_configuration_is_accepted(said: Run) -> None:
+def test_a_right_configuration_is_accepted_alone_and_beside_another_connector(said: Run) -> None:
     assert said["said"]["right"] is None
-
-
-def test_another_connector_is_accepted(said: Run) -> None:
     assert said["said"]["beside another"] is None
     assert said["fingerprints"]["beside another"] == said["fingerprints"]["right"]
 
