@@ -80,6 +80,18 @@ def test_without_a_session_a_request_drops_what_it_has_stored() -> None:
     assert cache.request("uv") == "c"
 
 
+def test_the_policy_learns_from_the_return_of_a_block_that_left_early() -> None:
+    """It stays longer than one that is new."""
+    for returning, left in (("f", "yx12"), ("q", "yxq1")):
+        cache = Cache(6, "arc")
+        cache.request("abc")
+        cache.request("abc")
+        cache.request("def", DROP_A)
+        assert cache.request("xy") == "fe"
+        assert cache.request(returning) == "d"
+        assert "".join(map(cache.request, "1234")) == left
+
+
 # Bounds.
 
 

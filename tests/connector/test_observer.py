@@ -14,6 +14,7 @@ from kvoffload.cache.policies import make_policy
 from kvoffload.cache.policies.lru import LRUPolicy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.cache.tenants import Tenants
+from kvoffload.connector import observer
 from kvoffload.connector.messages import WorkerReport
 from kvoffload.connector.options import PARAM
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
@@ -27,6 +28,14 @@ def test_events_come_once() -> None:
     events = [(event.keys, event.removed) for event in rig.half.take_events()]
     assert events == [(rig.keys(prompt(4)), False), (rig.keys(prompt(4)), True)]
     assert list(rig.half.take_events()) == []
+
+
+def test_events_that_nobody_takes_are_described_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(observer, "MAX_PENDING_EVENTS", 2)
+    rig = Rig(options={"enable_events": True})
+    rig.store(prompt(3 * TOKENS))
+    (event,) = rig.half.take_events()
+    assert [block is not None for block in event.blocks or ()] == [False, True, True]
 
 
 def test_reported_bytes_and_seconds_are_counted() -> None:

@@ -175,6 +175,23 @@ def test_requests_that_never_end_are_forgotten(monkeypatch: pytest.MonkeyPatch) 
     rig.settle()
 
 
+def test_requests_are_forgotten_for_the_keys_of_others_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for those of a chain that another one has replaced, nor for those from before a reset."""
+    monkeypatch.setattr("kvoffload.tiering.bridge_thread.MAX_CHAIN_KEYS", 10)
+    rig = BridgeRig()
+
+    def known_after(*requests: str) -> list[str]:
+        for i, request in enumerate(requests):
+            keys = chain(f"{request}{i}-", 4)
+            rig.store(keys, keys, request)
+        return list(rig.bridge._thread._stores._requests)
+
+    assert known_after("a", "a", "a", "b") == ["a", "b"]
+    assert known_after("c") == ["b", "c"]
+    rig.bridge.reset()
+    assert known_after("d", "e") == ["d", "e"]
+
+
 def test_a_tier_may_ask_for_several_uses(tmp_path: Path) -> None:
     bridge, foreign, keys = make_bridge(tmp_path, store_threshold=2), Foreign(4), chain("x", 4)
     try:

@@ -17,6 +17,7 @@ from kvoffload.tiers.redis.location import parse_url
 from kvoffload.tiers.redis.login import Login
 from kvoffload.tiers.redis.nodes import NUM_SLOTS, Nodes, NodeTimes
 from kvoffload.tiers.remote.client import Outcome, StoreError
+from tests.tiers.made import closed_later
 from tests.tiers.redis.rig import (
     HOST,
     FakeServer,
@@ -280,6 +281,22 @@ def test_errors_that_are_not_about_a_value_make_the_map_stale(error: str) -> Non
         with pytest.raises(StoreError, match=error):
             client.exists(KNOWN)
     assert asked() == 2, "once at the start, once since"
+
+
+def test_a_map_that_could_not_be_read_is_read_again() -> None:
+    def script(words: list[bytes], send: Callable[[bytes], None]) -> None:
+        send(maps.pop(0) if words[0] == b"CLUSTER" else b"+OK\r\n")
+
+    server = FakeServer(script, answers_setup=False)
+    port = int(server.url.rpartition(":")[2])
+    # At the start, in vain, once since and once too often.
+    maps = [described((b"", port)), b"-LOADING no\r\n", *[described((b"", port))] * 2]
+    nodes = Nodes(parse_url(server.url).seeds, Login("", None, 0, None), NodeTimes(refresh_pause_s=0.0))
+    closed_later(nodes)
+    nodes.note_stale()
+    for _ in range(3):
+        assert list(nodes.split(KNOWN)) == [(HOST, port)]
+    assert len(maps) == 1
 
 
 def test_a_single_server_that_has_become_a_cluster_is_used_as_one() -> None:

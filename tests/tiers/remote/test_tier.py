@@ -22,7 +22,7 @@ from kvoffload.tiers.remote.link import (
     RENEW_AFTER_S,
     START_DEADLINE_S,
 )
-from kvoffload.tiers.remote.messages import Op
+from kvoffload.tiers.remote.messages import Op, Unframer
 from kvoffload.tiers.remote.record import RECORD_BYTES, ValueFormat
 from kvoffload.tiers.remote.tier import RemoteTier
 from kvoffload.tiers.remote.worker import StoreWorker, ValueMemory
@@ -297,6 +297,17 @@ def test_a_process_that_never_reaches_the_store_is_replaced() -> None:
     rig.pass_time(0)
     rig.pass_time(2 * FIRST_PAUSE_S)
     assert rig.process.num_starts == 3
+
+
+def test_a_process_that_sends_what_makes_no_sense_is_replaced_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    rig.write(KEYS[:1])
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.process, "poll", lambda: list(Unframer().feed(b"GET / HTTP/1.1")))
+        assert rig.tier.poll() == []
+    assert [result.error for result in rig.tier.poll()] == [TierError.IO]
+    rig.pass_time(FIRST_PAUSE_S)
+    assert rig.process.num_starts == 2
 
 
 def test_a_process_that_answers_nothing_but_failures_is_replaced() -> None:
