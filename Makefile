@@ -49,8 +49,8 @@ MAKEFLAGS += --jobs=2
 endif
 # Test files with real vLLM start first, in the order that tests/conftest.py gives.
 PYTEST := pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
-SOAK_TESTS     := tests/connector/test_engine_model.py tests/connector/test_engine_model_states.py tests/cache/test_manager_lru.py \
-	tests/cache/test_manager_arc.py tests/cache/test_admission.py tests/tiers/disk/test_kill.py tests/native \
+SOAK_TESTS     := tests/connector/test_engine_model.py tests/connector/test_engine_model_states.py \
+	tests/cache/test_manager_policies.py tests/cache/test_admission.py tests/tiers/disk/test_kill.py tests/native \
 	tests/transfer/cuda/test_emulator.py
 SOAK_TIMEOUT_S := 7200
 SIMULATIONS    := 10000

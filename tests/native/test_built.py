@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvoffload import native
+from tests.cache.test_manager_policies import CASES
 
 MUST_BE_BUILT = "KVOFFLOAD_TEST_NATIVE"
 """If this environment variable is "required", missing native code is an error. Otherwise its tests are skipped."""
@@ -89,18 +90,18 @@ def test_without_the_gil_plain_python_runs(monkeypatch: pytest.MonkeyPatch) -> N
 WALK = """
 from kvoffload.native import describe
 from tests.suites.stateful import walk
-from tests.cache.{module} import Machine
+from tests.cache.test_manager_policies import machine
 assert describe().startswith("plain Python"), describe()
 for seed in range(3):
-    walk(Machine, seed)
+    walk(machine({policy!r}), seed)
 print("walked")
 """
 
 
-@pytest.mark.parametrize("module", ["test_manager_lru", "test_manager_arc", "test_auto"])
-def test_a_manager_works_without_native_code(module: str) -> None:
+@pytest.mark.parametrize("policy", CASES)
+def test_a_manager_works_without_native_code(policy: str) -> None:
     ended = subprocess.run(
-        [sys.executable, "-c", WALK.format(module=module)],
+        [sys.executable, "-c", WALK.format(policy=policy)],
         env={**os.environ, "KVOFFLOAD_NATIVE": "0"},
         capture_output=True,
         text=True,
