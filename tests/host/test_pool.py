@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvoffload.abc import ConfigError
@@ -82,6 +83,13 @@ def test_where_huge_pages_take_too_long_the_pages_remain_small(
     assert (pool.data == 5).all()
     pool.close()
     assert not pool.wait_until_touched(pool.nbytes + 1), "a closed pool is not touched any more"
+
+
+def test_nothing_is_touched_after_a_toucher_was_closed() -> None:
+    """Its memory may be unmapped then."""
+    toucher = touch.Toucher(np.empty(touch.STEP, dtype=np.uint8), collapse=False)
+    toucher.close()
+    assert not toucher._thread.is_alive()
 
 
 def test_a_closed_pool_leaves_no_open_file() -> None:

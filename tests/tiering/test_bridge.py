@@ -219,6 +219,12 @@ def test_a_tier_may_ask_for_several_uses(tmp_path: Path) -> None:
         bridge.close()
 
 
+def test_a_question_whether_blocks_exist_waits_for_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig, answers = BridgeRig(), iter([[RETRY, MISS, HIT], [HIT, MISS, HIT]])
+    monkeypatch.setattr(rig.bridge, "lookup", lambda keys, chain: np.array(next(answers), dtype=np.uint8))
+    assert rig.bridge.exists(chain("x", 3)).tolist() == [HIT, MISS, HIT]
+
+
 # The end.
 
 
