@@ -121,23 +121,27 @@ def test_a_store_that_is_not_waited_for_is_noticed(is_exclusive: bool, monkeypat
     assert while_a_store_reads_it(is_exclusive) == ([6, 7], True)
 
 
-def for_a_request_that_does_not_find_it() -> list[int]:
-    """Returns the positions with wrong bytes."""
+def for_a_request_that_does_not_find_it(has_ended: bool) -> list[int]:
+    """Returns the positions with wrong bytes. The request that has filled the blocks ``has_ended``, or goes on."""
     engine, request = SmallEngine(is_exclusive=True), FakeRequest("a", prompt(8))
     engine.begin(request, [1, 2])
     take_back(request, 6, [90, 91])
     engine.step({request: 2})
+    if has_ended:
+        engine.rig.half.request_finished(request)
     return engine.load(prompt(8), [10, 11])
 
 
-def test_for_a_request_that_does_not_find_it() -> None:
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_for_a_request_that_does_not_find_it(has_ended: bool) -> None:
     """On the device, where other tokens have taken their place."""
-    assert for_a_request_that_does_not_find_it() == []
+    assert for_a_request_that_does_not_find_it(has_ended) == []
 
 
-def test_old_device_blocks_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_old_device_blocks_are_noticed(has_ended: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LeavingBlocks, "drop_if_other", lambda leaving, state: None)
-    assert for_a_request_that_does_not_find_it() == [6, 7]
+    assert for_a_request_that_does_not_find_it(has_ended) == [6, 7]
 
 
 @dataclass(eq=False)
