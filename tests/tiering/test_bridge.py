@@ -173,6 +173,9 @@ def test_a_request_is_one_use_of_its_chain() -> None:
     assert rig.bridge.get(keys[:2], rig.foreign.pages(range(2))) == [False] * 2, "the thread does not run"
     rig.settle()
     assert rig.tier.touched == rig.name(keys[:2])
+    rig.bridge.load(7, keys[:2], rig.foreign.pages(range(2)), "r")
+    rig.settle()
+    assert rig.tier.touched == rig.name(keys[:2]), "the load of a request is counted when it ends"
 
 
 def test_requests_that_never_end_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
