@@ -166,6 +166,18 @@ def repeated_classes(sources: dict[str, str]) -> list[str]:
     return [name for name, count in names.items() if count > 1]
 
 
+def test_no_thread_keeps_a_process_from_ending() -> None:
+    threads, others = 0, list[str]()
+    for name, source in modules().items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "threading.Thread":
+                threads += 1
+                if "daemon=True" not in map(ast.unparse, node.keywords):
+                    others.append(f"{name}:{node.lineno}")
+    assert threads > 10
+    assert others == []
+
+
 def test_a_class_name_stands_once_in_the_package() -> None:
     assert repeated_classes(modules()) == []
     planted = modules() | {"kvoffload.cache.planted": "class WritePlan: ..."}

@@ -100,6 +100,7 @@ def test_parts_of_a_request_count_as_one() -> None:
 def test_wrong_settings_are_errors_that_say_so(settings: dict[str, int], named: str) -> None:
     with pytest.raises(ValueError, match=f"{named}: must be at least"):
         make_filter(1, **settings)
+    make_filter(1, store_threshold=2, max_tracker_size=1)
 
 
 def test_a_manager_that_takes_no_admission_says_so() -> None:

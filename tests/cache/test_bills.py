@@ -21,6 +21,17 @@ def test_a_tenant_is_billed_for_what_it_held_at_the_last_call() -> None:
     assert third["tenant_retained_byte_seconds:a,host"] == 0
 
 
+def test_what_a_tenant_loses_is_counted_since_the_last_call() -> None:
+    counts = TenantCounts("host")
+
+    def take(use: TenantUse) -> list[float]:
+        taken = counts.take([use], 100, 0.0)
+        return [taken[f"tenant_{name}:a,host"] for name in ("evicted_blocks", "refused_stores", "lost_retained_blocks")]
+
+    assert take(TenantUse("a", 10, 5, 3, 0, 2)) == [5, 3, 2]
+    assert take(TenantUse("a", 10, 9, 6, 0, 4)) == [4, 3, 2]
+
+
 def test_bytes_are_counted_for_the_tenant_that_the_key_names() -> None:
     tenants = Tenants(b"n" * NAMESPACE_BYTES, [TenantConfig("a"), TenantConfig("b")])
     moved = MovedBytes(tenants)

@@ -397,6 +397,14 @@ def test_blocks_on_the_device_do_not_raise_what_the_policy_of_their_tenant_may_h
     assert seen == [(4, 2)]
 
 
+def test_each_tenant_is_behind_its_share_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared: list[int] = []
+    monkeypatch.setattr(AutoPolicy, "put_behind", lambda policy, device_blocks: shared.append(device_blocks))
+    policy = make_policy("auto", 12, shares(12, (0, 0, 0), quota=(12, 6, 6)))
+    PolicyOffloadingManager(HostBackend(16, 12), policy, device_blocks=8)
+    assert shared == [4, 2, 2]
+
+
 def test_a_tenant_behind_a_device_has_what_it_knows_of_its_blocks() -> None:
     host = PolicyOffloadingManager(HostBackend(16, 12), make_policy("auto", 12, shares(12, (0, 0, 0))), device_blocks=6)
     for _ in range(2):

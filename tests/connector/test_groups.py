@@ -176,6 +176,17 @@ def test_a_hand_over_that_needs_no_block_ends() -> None:
     assert rig.half.request_finished(request) == (True, None)
 
 
+@pytest.mark.parametrize(("computed", "is_fenced"), [(5, True), (6, False)])
+def test_blocks_that_are_computed_again_are_read_before(computed: int, is_fenced: bool) -> None:
+    """Token 5 is in a stored block of the second group only. Control: no stored block has token 6."""
+    rig = GroupRig([KVGroup(4), KVGroup(2, sliding_window=5)])
+    request = rig.request(7)
+    rig.admit(request)
+    stores = rig.step(request, 7).stores
+    request.num_computed_tokens = computed
+    assert rig.step(request, 1).fences == (list(stores) if is_fenced else [])
+
+
 # Events.
 
 

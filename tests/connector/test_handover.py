@@ -260,6 +260,17 @@ def test_the_answer_names_only_what_has_room_until_it_is_written(pair: Pair) -> 
     assert handover_of(pair.prefill.compute(prompt(9, start=600)))["tokens"] == 8
 
 
+def test_nothing_is_read_for_a_request_that_has_ended(pair: Pair) -> None:
+    """Although its blocks have left host memory meanwhile: they are stored again."""
+    server, request = pair.prefill, FakeRequest("p", prompt(11), REMOTE_DECODE)
+    server.report(*server.start(request).stores)
+    server.settle()
+    server.manager.drop(server.keys(prompt(8)), only_host=True)
+    handover_of(server.half.request_finished(request, [])[1])
+    assert len(server.step().stores) == 1
+    assert server.manager.num_promotions == 0
+
+
 # Nothing is handed over.
 
 

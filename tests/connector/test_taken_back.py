@@ -109,12 +109,15 @@ def test_while_a_store_reads_it(is_exclusive: bool) -> None:
     assert engine.rig.half.metrics.snapshot()["load_bytes"] > 0, "the old tokens were found"
 
 
-def test_for_a_request_that_does_not_find_it() -> None:
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_for_a_request_that_does_not_find_it(has_ended: bool) -> None:
     """On the device, where other tokens have taken their place."""
     engine, request = SmallEngine(is_exclusive=True), FakeRequest("a", prompt(8))
     engine.begin(request, [1, 2])
     take_back(request, 6, [90, 91])
     engine.step({request: 2})
+    if has_ended:
+        engine.rig.half.request_finished(request)
     assert engine.load(prompt(8), [10, 11]) == []
 
 

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvoffload.abc import ByteArray, ConfigError
@@ -83,6 +84,13 @@ def test_where_huge_pages_take_too_long_the_pages_remain_small(
     assert (pool.data == 5).all()
     pool.close()
     assert not pool.wait_until_touched(pool.nbytes + 1), "a closed pool is not touched any more"
+
+
+def test_nothing_is_touched_after_a_toucher_was_closed() -> None:
+    """Its memory may be unmapped then."""
+    toucher = touch.Toucher(np.empty(touch.STEP, dtype=np.uint8), collapse=False)
+    toucher.close()
+    assert not toucher._thread.is_alive()
 
 
 def test_a_closed_pool_leaves_no_open_file() -> None:
@@ -441,8 +449,9 @@ def test_without_a_cgroup_the_machines_memory_counts(root: Path) -> None:
     ids=["no limit", "limit", "reclaimable page cache", "limit beyond the machine", "over the limit"],
 )
 def test_a_cgroup_limit_may_be_lower(root: Path, limit: object, used: int, inactive: int, available: int) -> None:
-    write(root, "proc/self/cgroup", "0::/pod/box")
-    cgroup2(root, "pod/box", limit, used, inactive)
+    """Names of cgroups may have colons: containerd's do."""
+    write(root, "proc/self/cgroup", "0::/pod/slice:cri-containerd:box")
+    cgroup2(root, "pod/slice:cri-containerd:box", limit, used, inactive)
     assert available_memory() == available
 
 

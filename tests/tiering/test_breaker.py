@@ -218,6 +218,8 @@ def test_half_open_reads_one_block_for_no_request(succeeds: bool) -> None:
     pause(rig)
     rig.tier.reads.clear()
     half_open(rig)
+    rig.fill_host()
+    rig.counts()
     if not succeeds:
         rig.tier.fails = TierError.IO
     for i in range(3):
@@ -225,6 +227,7 @@ def test_half_open_reads_one_block_for_no_request(succeeds: bool) -> None:
         assert rig.manager.lookup(other, ReqContext(f"b{i}")) == 0
     rig.settle()
     assert rig.tier.reads == keys[1:2], "one test at a time"
+    assert rig.counts()["evicted_blocks"] == 1
     if succeeds:
         assert rig.manager.lookup(other, ReqContext("c")) is None
         assert rig.host.lookup(keys[1:2]) == 1, "the bytes of the test are not lost"

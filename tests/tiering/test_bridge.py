@@ -162,6 +162,9 @@ def test_a_request_is_one_use_of_its_chain() -> None:
     assert rig.bridge.get(keys[:2], rig.foreign.pages(range(2))) == [False] * 2, "the thread does not run"
     rig.settle()
     assert touched(rig) == rig.name(keys[:2])
+    rig.bridge.load(7, keys[:2], rig.foreign.pages(range(2)), "r")
+    rig.settle()
+    assert touched(rig) == rig.name(keys[:2]), "the load of a request is counted when it ends"
 
 
 def test_requests_that_never_end_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,6 +205,12 @@ def test_a_tier_may_ask_for_several_uses(tmp_path: Path) -> None:
             assert (end.ok, end.nbytes) == (True, job * 4 * SLOT_BYTES)
     finally:
         bridge.close()
+
+
+def test_a_question_whether_blocks_exist_waits_for_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig, answers = BridgeRig(), iter([[RETRY, MISS, HIT], [HIT, MISS, HIT]])
+    monkeypatch.setattr(rig.bridge, "lookup", lambda keys, chain: np.array(next(answers), dtype=np.uint8))
+    assert rig.bridge.exists(chain("x", 3)).tolist() == [HIT, MISS, HIT]
 
 
 # The end.

@@ -166,6 +166,19 @@ def test_at_the_deadline_a_request_gets_the_blocks_that_have_arrived() -> None:
     assert rig.host.lookup(keys) == 4, "blocks that arrive later serve the next request"
 
 
+def test_a_request_that_was_not_served_in_time_may_ask_again_in_a_later_step() -> None:
+    rig = Rig(load_deadline_ms=1000)
+    keys = chain("x", 2)
+    rig.store_below(keys)
+    assert rig.manager.lookup(keys, A) is None
+    rig.manager.poll()
+    rig.clock.now += 1.0
+    assert [rig.manager.lookup(keys, A) for _ in range(2)] == [0, 0]
+    rig.settle()
+    rig.host.drop(keys)
+    assert rig.manager.lookup(keys, A) is None
+
+
 def promoted(rig: Rig, keys: list[OffloadKey]) -> None:
     rig.store_below(keys)
     assert rig.manager.lookup(keys, A) is None

@@ -68,6 +68,19 @@ def test_a_block_that_is_being_read_is_not_read_twice() -> None:
     catalog.manager.check_integrity()
 
 
+@pytest.mark.parametrize(("ends", "left"), [(True, [0, 1, 4, 5]), (False, [2, 3, 4, 5])])
+def test_a_chain_whose_request_has_ended_loses_its_tail_first(ends: bool, left: list[int]) -> None:
+    """Although it was written in pieces. Control: it has not ended."""
+    catalog = make(4)
+    for name in range(4):
+        write(catalog, name)
+    if ends:
+        catalog.touch(keys(0, 1, 2, 3), stored=keys(0, 1, 2, 3))
+    write(catalog, 4)
+    write(catalog, 5)
+    assert present(catalog) == left
+
+
 def test_present_blocks_are_evicted_for_others_only_if_nothing_else_is_left() -> None:
     catalog = make(4)
     write(catalog, 0, 1, 2, 3)

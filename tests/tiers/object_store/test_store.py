@@ -20,7 +20,7 @@ from kvoffload.abc import ByteArray, Tier, TierError
 from kvoffload.abc.tier import HIT, MISS
 from kvoffload.testing.tier_conformance import SharedTierConformance
 from kvoffload.tiers.object_store import client
-from kvoffload.tiers.object_store.bucket import NewObject, Piece, Times
+from kvoffload.tiers.object_store.bucket import Found, NewObject, Piece, Times
 from kvoffload.tiers.object_store.config import ObjectStoreConfig
 from kvoffload.tiers.object_store.contents import make_note, mark
 from kvoffload.tiers.object_store.errors import BucketProblem, classify, explain
@@ -279,6 +279,18 @@ def test_a_store_that_refuses_at_start_is_explained_without_secrets(
     assert raised.value.__cause__ is None
     for secret in (SECRET, KEY_ID):
         assert secret not in str(raised.value)
+
+
+def test_a_store_that_refuses_is_asked_again_at_once(fake: FakeS3) -> None:
+    """Only one that does not answer in time is left alone for a while."""
+    opened = bucket(fake.endpoint, replace(PATIENT, quiet_s=600.0))
+    fake.objects["folder/a"] = Stored(bytes(9))
+    piece = Piece("a", 0, [np.zeros(9, dtype=np.uint8)])
+    fake.answers["GET"] = 403, FORBIDDEN
+    with pytest.raises(StoreError, match="does not accept the credentials"):
+        opened.get([piece])
+    del fake.answers["GET"]
+    assert isinstance(opened.get([piece])[0], Found)
 
 
 def test_credentials_come_from_the_environment_or_a_profile(

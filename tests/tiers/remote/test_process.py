@@ -19,7 +19,7 @@ from kvoffload.abc.tier import HIT, MISS
 from kvoffload.tiers.remote.child import SMALL_READ_BLOCKS, TRANSFER_NICENESS
 from kvoffload.tiers.remote.known import PRESENT_TTL_S
 from kvoffload.tiers.remote.link import LOOKUP_DEADLINE_S, MAX_PAUSE_S, TRANSFER_DEADLINE_S
-from kvoffload.tiers.remote.messages import Setup
+from kvoffload.tiers.remote.messages import Op, Setup, StoreRequest
 from kvoffload.tiers.remote.process import starter
 from tests.tiers.remote.folder_store import FolderStore
 from tests.tiers.remote.rig import FINGERPRINT, Server, eventually, store_in
@@ -193,6 +193,31 @@ def test_close_ends_the_process_and_what_it_does(server: Server) -> None:
     server.tier.close()
     assert not exists(pid)
     assert {result.error for result in server.tier.poll()} == {TierError.IO}
+
+
+def test_a_process_that_does_not_hang_ends_by_itself(server: Server) -> None:
+    server.works_again(KEYS[:2])
+    process = server.process._process
+    assert process is not None
+    server.tier.close()
+    assert process.returncode == 0
+
+
+def test_what_the_process_does_not_take_at_once_is_sent_later(server: Server) -> None:
+    pid, answered = server.process.pid, set[int]()
+    assert pid is not None
+    requests = [StoreRequest(1000 + i, Op.LOOKUP, KEYS * 64, []) for i in range(32)]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        assert all(map(server.process.submit, requests))
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+    def has_answered() -> bool:
+        answered.update(response.number for response in server.process.poll())
+        return len(answered) == len(requests)
+
+    eventually(has_answered)
 
 
 ENGINE = """
