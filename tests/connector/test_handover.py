@@ -266,7 +266,7 @@ def test_nothing_is_read_for_a_request_that_has_ended(pair: Pair) -> None:
     server.report(*server.start(request).stores)
     server.settle()
     server.manager.drop(server.keys(prompt(8)), only_host=True)
-    handover_of(server.half.request_finished(request, [])[1])
+    handover_of(server.half.request_finished(request)[1])
     assert len(server.step().stores) == 1
     assert server.manager.num_promotions == 0
 
