@@ -124,19 +124,10 @@ def found(act: ActResult, tokens: list[tuple[int, int]]) -> list[RequestResult]:
     return act.requests[: len(tokens)]
 
 
-def test_agreement(tmp_path: Path, offload: ActResult) -> None:
+@pytest.mark.parametrize("host", [80, 64])
+def test_agreement(tmp_path: Path, offload: ActResult, host: int) -> None:
     record(tmp_path / "t", [7, 7, 1, 1, 2, 1])
-    requests = found(offload, [(0, 0), (96, 0), (0, 0), (16, 80)])
-    agreement = replay_act(tmp_path / "t", requests)
+    agreement = replay_act(tmp_path / "t", found(offload, [(0, 0), (96, 0), (0, 0), (16, host)]))
     assert agreement is not None
-    assert agreement.measured == agreement.replayed == {"device": 112, "host": 80}
-    assert agreement.agrees
-    assert (agreement.requests, agreement.largest_difference) == (4, 0)
-
-
-def test_disagreement(tmp_path: Path, offload: ActResult) -> None:
-    record(tmp_path / "t", [7, 7, 1, 1, 2, 1])
-    agreement = replay_act(tmp_path / "t", found(offload, [(0, 0), (96, 0), (0, 0), (16, 64)]))
-    assert agreement is not None
-    assert not agreement.agrees
-    assert agreement.largest_difference == 16
+    assert (agreement.measured, agreement.replayed) == ({"device": 112, "host": host}, {"device": 112, "host": 80})
+    assert (agreement.agrees, agreement.requests, agreement.largest_difference) == (host == 80, 4, 80 - host)

@@ -58,9 +58,3 @@ def test_how_much_faster_is_measured_at_the_second_server(report: SharedReport) 
 def test_a_failed_check_of_a_store(report: SharedReport, changes: dict[str, object], sentence: str) -> None:
     (found,) = with_store(report, **changes).failures
     assert sentence in found
-
-
-def test_a_logprob_that_is_not_finite_leaves_the_file_readable(report: SharedReport) -> None:
-    shared = [replace(each, logprobs=[None, -2.0, -1.5]) for each in answers(FOUND)]
-    content = json.dumps(with_store(report, shared=shared).to_dict(), allow_nan=False)
-    assert json.loads(content)["stores"]["shared_dir"]["max_logprob_diff"] is None
