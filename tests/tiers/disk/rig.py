@@ -43,8 +43,8 @@ def capacity(num_slots: int, *slot_bytes: int, num_slabs: int = 1) -> int:
 
 
 def du(path: Path) -> int:
-    """Returns the bytes that files and folders take, as the file system counts them."""
-    return sum(each.lstat().st_blocks * 512 for each in [path, *path.rglob("*")])
+    """Returns the bytes that files and folders take, as the file system counts them. Some may vanish meanwhile."""
+    return sum(each.lstat().st_blocks * 512 for each in [path, *path.rglob("*")] if each.exists())
 
 
 class Rig:
