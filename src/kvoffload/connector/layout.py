@@ -70,6 +70,11 @@ class KeyLayout:
         self.traced = self.full[0] if self.full else 0
         """The group whose blocks are recorded in a trace."""
 
+    @property
+    def device_align(self) -> int:
+        """Tokens: whole device blocks of all groups end at multiples of it."""
+        return math.lcm(*self.device_block_sizes)
+
     def num_named(self, g: int, request: Request) -> int:
         """Returns the number of blocks of group ``g`` that have a key."""
         hashed = len(request.block_hashes) * self.hash_block_size

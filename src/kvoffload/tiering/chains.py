@@ -227,10 +227,12 @@ class Backlog:
 
     def wake(self, keys: Collection[OffloadKey]) -> bool:
         """Queues the chains that wait for one of ``keys``. Returns whether there were any."""
+        if self.awaited.isdisjoint(keys):
+            return False
         woken = dict.fromkeys(chain for key in keys for chain in self._waiting.get(key, ()))
         for chain in woken:
             self.move(chain, STARTED if chain.history.fates else FRESH)
-        return bool(woken)
+        return True
 
     def check_integrity(self) -> None:
         """Raises IntegrityError if a chain is in the wrong queue, or the keys are miscounted."""

@@ -185,7 +185,7 @@ class WriteThrough:
 
     def stored(self, keys: Collection[OffloadKey]) -> None:
         """Called when ``keys`` have become ready in the host."""
-        if not self.backlog.awaited.isdisjoint(keys) and self.backlog.wake(keys):
+        if self.backlog.wake(keys):
             self._pace.progress_at = self._clock()
 
     def note_lost(self, num_blocks: int) -> None:
@@ -267,8 +267,7 @@ class WriteThrough:
                     failed[history] = failed.get(history, False) or result.error is not TierError.GONE
                 elif not result.nbytes:
                     history.fates[result.key] = WriteOutcome.FOREIGN
-        if self.backlog.awaited:
-            self.backlog.wake(writes.keys)
+        self.backlog.wake(writes.keys)
         for history, is_failure in failed.items():
             history.num_failures += is_failure
             if history.chain is not None:
