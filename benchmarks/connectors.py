@@ -9,26 +9,29 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
 
-from kvoffload.connector import worker
 from kvoffload.vllm.connector import KVOffloadConnector
 from tests.sim.faults import ThreadedTransfer
+
+
+class SpinningTransfer(ThreadedTransfer):
+    def wait_any(self, timeout_s: float) -> None:
+        """Returns at once."""
 
 
 class ThreadedKVOffloadConnector(KVOffloadConnector):
     """Copies on a thread beside the engine's thread."""
 
-    idle_wait_s = worker.IDLE_WAIT_S
+    transfer_class = ThreadedTransfer
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         super().register_kv_caches(kv_caches)
-        self.connector_worker.transfer = ThreadedTransfer(self.connector_worker.transfer)
-        worker.IDLE_WAIT_S = self.idle_wait_s
+        self.connector_worker.transfer = self.transfer_class(self.connector_worker.transfer)
 
 
 class SpinningKVOffloadConnector(ThreadedKVOffloadConnector):
     """Does the same without waiting in idle steps, so that these compete with the thread."""
 
-    idle_wait_s = 0.0
+    transfer_class = SpinningTransfer
 
 
 class NothingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]

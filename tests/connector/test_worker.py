@@ -12,8 +12,8 @@ import pytest
 
 from kvoffload.abc import ByteArray, DeviceSpec, LoadStoreSpec, PageGroup, Transfer, TransferResult, TransferSpec
 from kvoffload.connector.adapters import CHECK_DEADLINE_S, DROPPED, UNREADABLE, Adapter, AdapterNeed
-from kvoffload.connector.messages import StepMeta, WorkerReport
-from kvoffload.connector.worker import IDLE_WAIT_S, OffloadingConnectorWorker
+from kvoffload.connector.messages import IDLE_WAIT_S, StepMeta, WorkerReport
+from kvoffload.connector.worker import OffloadingConnectorWorker
 from kvoffload.host.pool import padded_slot_bytes
 from kvoffload.transfer.inline import InlineTransfer
 from tests.connector.rig import LoadedAdapters

@@ -9,6 +9,10 @@ from itertools import chain
 from kvoffload.abc import TransferSpec
 from kvoffload.connector.adapters import Adapter, AdapterNeed, Digests
 
+IDLE_WAIT_S = 0.002
+"""How long each half waits in a step without tokens, the one for reads of lower tiers and the other for loads, so that
+an idle engine neither spins nor competes for the CPU with the threads that read."""
+
 
 @dataclass(slots=True)
 class StepMeta:

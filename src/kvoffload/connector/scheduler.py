@@ -28,13 +28,12 @@ from kvoffload.connector.layout import NULL_BLOCK
 from kvoffload.connector.leaving import LeavingBlocks
 from kvoffload.connector.loads import LoadPlanner
 from kvoffload.connector.lookups import Lookups, end_handover, locate
-from kvoffload.connector.messages import COPIED, StepMeta, WorkerReport
+from kvoffload.connector.messages import COPIED, IDLE_WAIT_S, StepMeta, WorkerReport
 from kvoffload.connector.observer import EventDescriptions, RequestObserver, make_spans
 from kvoffload.connector.options import PARAM
 from kvoffload.connector.request import QueuedRequests, RequestState
 from kvoffload.connector.resets import BlockOrigins, PausedContents
 from kvoffload.connector.stores import StorePlanner
-from kvoffload.connector.worker import IDLE_WAIT_S
 from kvoffload.observe.metrics import Metrics
 from kvoffload.observe.trace import TraceRecorder
 

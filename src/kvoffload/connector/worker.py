@@ -11,13 +11,10 @@ from typing import Protocol
 
 from kvoffload.abc import Transfer, TransferResult, TransferSpec
 from kvoffload.connector.adapters import AdapterChecks, AdapterNeed, AdapterWatch
-from kvoffload.connector.messages import StepMeta, WorkerReport
+from kvoffload.connector.messages import IDLE_WAIT_S, StepMeta, WorkerReport
 
 logger = logging.getLogger(__name__)
 
-IDLE_WAIT_S = 0.002
-"""How long each half waits in a step without tokens, the one for reads of lower tiers and the other for loads, so that
-an idle engine neither spins nor competes for the CPU with the threads that read."""
 MAX_TRIES = 2
 SUSPEND_DEADLINE_S = 5.0
 """How long ``suspend`` waits for copies in progress."""

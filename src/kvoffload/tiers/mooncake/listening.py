@@ -62,11 +62,10 @@ def _program(address: bytes) -> Iterator[tuple[int, int, int, int]]:
 def _listening() -> Iterator[socket.socket]:
     """Yields copies of the listening TCP sockets of this process, each open until the next."""
     for name in os.listdir("/proc/self/fd"):
-        # The descriptor of the listing itself is closed. Of what is no socket, fromfd would leave a copy open.
+        # fstat fails for the closed descriptor of the listing itself. fromfd leaves its copy of a file open.
         with contextlib.suppress(OSError):
-            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                continue
-            with socket.fromfd(int(name), socket.AF_INET, socket.SOCK_STREAM) as copy:
-                option = partial(copy.getsockopt, socket.SOL_SOCKET)
-                if option(socket.SO_ACCEPTCONN) and option(socket.SO_DOMAIN) in _IP:
-                    yield copy
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                with socket.fromfd(int(name), socket.AF_INET, socket.SOCK_STREAM) as copy:
+                    option = partial(copy.getsockopt, socket.SOL_SOCKET)
+                    if option(socket.SO_ACCEPTCONN) and option(socket.SO_DOMAIN) in _IP:
+                        yield copy
