@@ -334,7 +334,7 @@ def test_a_wait_for_others_is_logged_and_ends(
 def test_memory_allocated_by_others_meanwhile_is_noticed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    left = iter([100, 100, 100, 50])
+    left = iter([100, 100, 100, 100, 50])
     monkeypatch.setattr(hostpool, "available_memory", lambda others=(): next(left) * 4096)
     monkeypatch.setattr(hostpool, "ALLOCATION_STEP", 20 * 4096)
     monkeypatch.setattr(hostpool, "LOG_EVERY_S", 0.0)
@@ -353,10 +353,13 @@ def test_memory_allocated_by_others_meanwhile_is_noticed(
 
 def test_a_pool_that_does_not_fit_is_refused_before_any_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hostpool, "available_memory", lambda others=(): 10 * 4096)
-    before = open_files()
-    with pytest.raises(ConfigError) as caught:
-        HostPool(11, 4096)
+    before, reserved = open_files(), list[int]()
+    with monkeypatch.context() as patch:
+        patch.setattr(hostpool, "reserve", reserved.append)
+        with pytest.raises(ConfigError) as caught:
+            HostPool(11, 4096)
     assert open_files() == before
+    assert not reserved, "other pools that start meanwhile would be refused because of it"
     message = str(caught.value)
     assert "host_bytes" in message
     assert "44 KiB" in message, "the request"

@@ -124,8 +124,11 @@ class HostPool:
         """Reserves the memory, checks that it fits beside what others have reserved, then allocates it.
 
         This needs no lock: every process reserves before it checks, so if two reserve at the same time, at least one
-        sees the other.
+        sees the other. What could not fit without others is not reserved: they would be refused because of it.
         """
+        available = available_memory()
+        if self.nbytes > available and not memory_grows():
+            raise self._refused(available, ())
         try:
             self.fd = reserve(self.nbytes)
             try:
@@ -161,13 +164,7 @@ class HostPool:
             mine = (os.getpid(), os.fstat(self.fd).st_ino)
             is_first = all(mine < (other.pid, other.inode) for other in others)
             if not others or not is_first or time.monotonic() >= deadline:
-                raise ConfigError(
-                    "host_bytes",
-                    NOT_SET,
-                    f"{format_bytes(self.nbytes)} requested, but only {format_bytes(available)} can "
-                    f"be allocated here{_beside(others)}",
-                    f"set host_bytes to {format_bytes(available * 8 // 10)} or less",
-                )
+                raise self._refused(available, others)
             if not waits:
                 waits = True
                 logger.info(
@@ -177,6 +174,13 @@ class HostPool:
                     RESERVATION_DEADLINE_S,
                 )
             time.sleep(0.01)
+
+    def _refused(self, available: int, others: Sequence[Reservation]) -> ConfigError:
+        requested, most = format_bytes(self.nbytes), format_bytes(available)
+        fault = f"{requested} requested, but only {most} can be allocated here{_beside(others)}"
+        return ConfigError(
+            "host_bytes", NOT_SET, fault, f"set host_bytes to {format_bytes(available * 8 // 10)} or less"
+        )
 
     def _take(self) -> None:
         """Allocates step by step, where memory grows as much as there is at a time. Raises ConfigError if it does not
