@@ -122,7 +122,6 @@ class AdapterDigests:
     _known: OrderedDict[Adapter, Digests] = field(default_factory=OrderedDict)
     _asked: dict[Adapter, _Question] = field(default_factory=dict)
     """Questions that were not answered by all workers yet, the oldest first."""
-    _unsent: dict[int, Adapter] = field(default_factory=dict)
     _num_questions: int = 0
 
     def begin(self, request: Request) -> Adapter | None:
@@ -143,7 +142,7 @@ class AdapterDigests:
         if key not in self._asked and len(self._asked) < MAX_ASKED:
             self._num_questions += 1
             self._asked[key] = _Question(self._num_questions, now)
-            self._unsent[self._num_questions] = adapter
+            self.jobs.meta.questions[self._num_questions] = adapter
         oldest = next(iter(self._asked.values()))
         return frozenset() if self._is_overdue(self._asked.get(key, oldest)) else None
 
@@ -151,8 +150,7 @@ class AdapterDigests:
         return self.jobs.observer.clock() - question.asked_at >= self.deadline_s
 
     def begin_step(self, meta: StepMeta, scheduled: Iterable[str], requests: Mapping[str, RequestState]) -> None:
-        """Adds the new questions to the step, and the digests for which the keys of its requests stand."""
-        meta.questions, self._unsent = self._unsent, {}
+        """Adds to the step the digests for which the keys of its requests stand."""
         for req_id in scheduled:
             state = requests.get(req_id)
             if state is not None and state.adapter is not None and state.origin is not None:
@@ -200,7 +198,7 @@ class AdapterDigests:
         self._known.pop(key, None)
         question = self._asked.pop(key, None)
         if question is not None:
-            self._unsent.pop(question.number, None)
+            self.jobs.meta.questions.pop(question.number, None)
         self.jobs.changes.contents += 1
         self.jobs.changes.wakeups += 1
 

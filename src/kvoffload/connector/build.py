@@ -168,12 +168,8 @@ class _HostPools:
                 )
         self.num_workers = engine.num_workers or len(pools)
         if self.num_workers % len(pools):
-            raise ConfigError(
-                "num_workers",
-                engine.num_workers,
-                f"must be {len(pools)}, the number of pools, or a multiple of it if as many ranks share each pool",
-                "or leave it out",
-            )
+            fault = f"must be {len(pools)}, the number of pools, or a multiple of it if as many ranks share each pool"
+            raise ConfigError("num_workers", engine.num_workers, fault, "or leave it out")
         self.engine = engine
         self.layout = engine.layout
         self.device_blocks = (engine.device_blocks or 1) - 1
@@ -199,20 +195,15 @@ class _HostPools:
         for shapes in self._by_node.values():
             nbytes = sum(num_blocks * slot_bytes for num_blocks, slot_bytes in shapes) * engines
             if nbytes > config.host_bytes:
-                raise ConfigError(
-                    "host_bytes",
-                    Amount(config.host_bytes),
-                    f"the host pools of this node take {format_bytes(nbytes)}",
-                    f"make each pool with config.num_blocks(block_bytes, {len(shapes) * engines}) slots",
-                )
+                fault = f"the host pools of this node take {format_bytes(nbytes)}"
+                fix = f"make each pool with config.num_blocks(block_bytes, {len(shapes) * engines}) slots"
+                raise ConfigError("host_bytes", Amount(config.host_bytes), fault, fix)
         for group in self.layout.groups:
             factor = 1 if group.state else config.factor(group.device_block_size)
             if group.block_size_factor != factor:
-                raise ConfigError(
-                    fault=f"KVGroup(block_size_factor={group.block_size_factor}): the configuration says {factor}",
-                    fix=f"make the group with block_size_factor=config.factor({group.device_block_size}), or 1 if it "
-                    "has a state",
-                )
+                fault = f"KVGroup(block_size_factor={group.block_size_factor}): the configuration says {factor}"
+                right = f"block_size_factor=config.factor({group.device_block_size})"
+                raise ConfigError(fault=fault, fix=f"make the group with {right}, or 1 if it has a state")
 
     def context(self, fingerprint: str, policy: str) -> TierContext:
         """Returns what tiers are opened with. Raises ConfigError if a pool cannot be opened."""

@@ -42,19 +42,12 @@ class KeyLayout:
         self.hash_block_size = hash_block_size or math.gcd(*(group.device_block_size for group in groups))
         for group in groups:
             if group.device_block_size % self.hash_block_size:
-                raise ConfigError(
-                    "hash_block_size",
-                    self.hash_block_size,
-                    f"must divide the {group.device_block_size} tokens of each device block",
-                    "set the engine's hash block size to a divisor of its block size",
-                )
+                fault = f"must divide the {group.device_block_size} tokens of each device block"
+                fix = "set the engine's hash block size to a divisor of its block size"
+                raise ConfigError("hash_block_size", self.hash_block_size, fault, fix)
         if following is None and any(group.lookahead for group in groups):
-            raise ConfigError(
-                "following",
-                None,
-                "the KV of a group with a lookahead depends on the tokens after a block",
-                "pass a function that describes them",
-            )
+            fault = "the KV of a group with a lookahead depends on the tokens after a block"
+            raise ConfigError("following", None, fault, "pass a function that describes them")
         self._following = following
         self.device_block_sizes = tuple(group.device_block_size for group in groups)
         self.block_tokens = tuple(group.block_tokens for group in groups)

@@ -219,10 +219,8 @@ class LeavingBlocks:
 
     def _offer(self, blocks: Sequence[HeldBlock], context: ReqContext | None) -> int:
         """Makes a job for those ``blocks`` of a tenant that host memory lacks and has room for; returns how many."""
-        offered = blocks
-        while (
-            output := self._jobs.manager.prepare_store([held[0] for held in offered], context, Offer.LEAVING)
-        ) is None:
+        offered, manager = blocks, self._jobs.manager
+        while (output := manager.prepare_store([held[0] for held in offered], context, Offer.LEAVING)) is None:
             if offered is blocks:
                 self._jobs.refuse_store()
                 self.device.forget_early(held[2] for held in blocks)

@@ -103,6 +103,17 @@ class LoadPlanner:
             first = rest.device.block_indices[0] - num_read
             self.leaving.arrived(job, first, slice(start, end))
 
+    def break_unsent(self) -> list[Job]:
+        """Ends the loads of the next step, which no worker has been given, as failed. Returns them."""
+        meta = self.jobs.meta
+        ended = [self.jobs.remove(job_id) for job_id in meta.loads]
+        meta.loads, meta.needs, meta.pieces = {}, {}, {}
+        for job in ended:
+            job.failed = True
+            self.jobs.break_load(job)
+            self.end_job(job)
+        return ended
+
     def end_job(self, job: Job) -> bool:
         """Ends a load that all workers have reported, or its piece in progress: then returns False."""
         if job.rest is not None:
@@ -131,8 +142,7 @@ class LoadPlanner:
         if not num_tokens:
             return
         state, broken = requests.get(request.request_id), self.jobs.meta.broken_loads
-        match = None if state is None else state.lookup.match
-        computed = match.computed if match is not None else 0 if state is None else state.filled.computed
+        computed = 0 if state is None else (state.lookup.match or state.filled).computed
         broken[request.request_id] = []
         # The input that raised before may raise again, and must not reach the engine.
         with contextlib.suppress(Exception):

@@ -17,7 +17,7 @@ from kvoffload.connector.handover import Patience
 from kvoffload.connector.jobs import JobTable
 from kvoffload.connector.layout import KeyLayout
 from kvoffload.connector.leaving import LeavingBlocks
-from kvoffload.connector.request import Match, RequestState
+from kvoffload.connector.request import Hit, Match, RequestState
 from kvoffload.connector.resets import PausedContents
 
 MAX_WAITS_PER_REQUEST = 3
@@ -88,7 +88,7 @@ def _look_up(lookups: Lookups, state: RequestState, computed: int) -> Match:
         _touch(lookups, state)
         # The first block behind what the device has was not looked up.
         keys, first = state.blocks.keys[0], computed // layout.block_tokens[0]
-        return Match(lookups.contents, computed, missed=keys[first] if first < len(keys) else None)
+        return Match(lookups.contents, computed, hit=Hit(missed=keys[first] if first < len(keys) else None))
     if lookups.paused.is_hidden:
         lookups.paused.must_check = True
         return _wait(lookups, state, computed) or Match(lookups.contents, computed)
@@ -120,7 +120,7 @@ def _look_up(lookups: Lookups, state: RequestState, computed: int) -> Match:
     if leaving is not None and leaving.bring_back(state, hit.end) and (wait := _wait(lookups, state, computed)):
         return wait
     tokens = last_loadable(state, hit.end) - computed if hit.end - computed >= layout.align else 0
-    return Match(lookups.contents, computed, tokens, hit.missed, junction=hit.junction, no_state=hit.no_state)
+    return Match(lookups.contents, computed, tokens, hit)
 
 
 def _longest(lookups: Lookups, state: RequestState, computed: int, may_wait: bool) -> Hit:
@@ -151,9 +151,8 @@ def _is_any_loading(lookups: Lookups, state: RequestState, computed: int, end: i
     """Whether a block of the hit that ends at ``end`` is being loaded for another."""
     if not lookups.keys_loading:
         return False
-    loading, last = lookups.keys_loading.keys(), last_loadable(state, end)
-    needed = [lookups.jobs.layout.needed_blocks(g, computed, last) for g in range(len(lookups.jobs.layout.groups))]
-    pairs = zip(state.blocks.keys, needed, strict=True)
+    layout, loading, last = lookups.jobs.layout, lookups.keys_loading.keys(), last_loadable(state, end)
+    pairs = ((keys, layout.needed_blocks(g, computed, last)) for g, keys in enumerate(state.blocks.keys))
     return any(not loading.isdisjoint(keys[span.start : span.stop]) for keys, span in pairs)
 
 
@@ -188,21 +187,6 @@ def end_handover(lookups: Lookups, state: RequestState, num_found: int) -> None:
     observer.metrics.add("handovers", label=result)
 
 
-class Hit(NamedTuple):
-    """The longest hit of a request."""
-
-    end: int
-    """Up to this token, every group has the blocks that the request needs to continue there."""
-    missed: OffloadKey | None
-    """The first key that was missing for more."""
-    is_known: bool
-    """False: a lower tier has not answered yet, and the hit may become longer."""
-    junction: int = 0
-    """The last position behind ``end`` up to which host memory has the blocks but not the states."""
-    no_state: OffloadKey | None = None
-    """A state behind ``end`` that no tier has either: without it, blocks in lower tiers are of no use."""
-
-
 class HitSearch(NamedTuple):
     """What is asked about a request with ``computed`` tokens on the device."""
 
@@ -228,19 +212,16 @@ def longest(search: HitSearch) -> Hit:
 
 def _with_states(search: HitSearch, end: int) -> Hit:
     """Returns the longest hit up to ``end`` with states at its end, which come first because few are kept."""
-    computed, no_state = search.computed, None
+    computed = search.computed
     while end > computed:
         end, is_known, lacking = _last_states(search, end)
-        no_state = lacking or no_state
-        if end <= computed:
-            break
-        hit = _agreed(search, end)
+        hit = _agreed(search, end) if end > computed else Hit(computed)
         if not hit.is_known or (hit.end == end and not is_known):
-            return Hit(computed, hit.missed, False)
+            return Hit(computed, hit.missed, is_known=False)
         if hit.end == end:
-            return Hit(end, hit.missed, True, no_state=no_state)
-        end, no_state = hit.end, None
-    return Hit(computed, None, True, no_state=no_state)
+            return hit._replace(no_state=lacking)
+        end = hit.end
+    return Hit(computed)
 
 
 def _explained(search: HitSearch, hit: Hit, limit: int) -> Hit:
@@ -255,7 +236,7 @@ def _explained(search: HitSearch, hit: Hit, limit: int) -> Hit:
         missed = next(compress(keys, search.manager.lookup_each(keys, now.context) != HIT), None)
     # After a wait, a state may be missing because it did not come in time.
     is_sure = search.context.may_wait and lookup.waiting_since is None and lookup.num_waits == 0
-    return Hit(hit.end, missed, True, junction, hit.no_state if is_sure else None)
+    return hit._replace(missed=missed, junction=junction, no_state=hit.no_state if is_sure else None)
 
 
 def _last_states(search: HitSearch, end: int) -> tuple[int, bool, OffloadKey | None]:
@@ -306,7 +287,7 @@ def _agreed(search: HitSearch, end: int) -> Hit:
         start, g, ordinal, is_missing = gap
         missed, known = keys[g][ordinal], is_missing
         end = start // layout.align * layout.align
-    return Hit(max(end, computed), missed, True) if known else Hit(computed, missed, False)
+    return Hit(max(end, computed) if known else computed, missed, known)
 
 
 def _first_gap(search: HitSearch, end: int) -> tuple[int, int, int, bool] | None:

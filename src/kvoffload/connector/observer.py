@@ -51,9 +51,9 @@ class EventDescriptions:
         self._layout = layout
         self._stored: OrderedDict[OffloadKey, tuple[RequestState, Block]] = OrderedDict()
         """Blocks that became loadable since events were last taken, each with a request that can describe it."""
-        self._coming: dict[OffloadKey, dict[str, tuple[RequestState, Block]]] = {}
-        """Blocks that may be promoted for requests that wait, by the names of these."""
-        self._keys: dict[str, list[OffloadKey]] = {}
+        self._coming: dict[OffloadKey, dict[RequestState, Block]] = {}
+        """Blocks that may be promoted for requests that wait."""
+        self._awaited: dict[RequestState, list[Block]] = {}
         """Those of each request. It may have other keys by now."""
 
     def stored(self, job: Job) -> None:
@@ -63,19 +63,18 @@ class EventDescriptions:
 
     def expect(self, state: RequestState) -> None:
         """Describes blocks that a lower tier brings for a request that waits."""
-        req_id = state.context.req_id
-        if self._keys.get(req_id):
-            return
-        self._keys[req_id] = [key for keys in state.blocks.keys for key in keys]
-        for g, keys in enumerate(state.blocks.keys):
-            for i, key in enumerate(keys):
-                self._coming.setdefault(key, {})[req_id] = state, Block(g, i, key, 0, [])
+        if not self._awaited.get(state):
+            by_group = enumerate(state.blocks.keys)
+            self._awaited[state] = [Block(g, i, key, 0, []) for g, keys in by_group for i, key in enumerate(keys)]
+            for block in self._awaited[state]:
+                self._coming.setdefault(block.key, {})[state] = block
 
-    def forget(self, req_id: str) -> None:
-        for key in self._keys.pop(req_id, ()):
-            self._coming[key].pop(req_id, None)
-            if not self._coming[key]:
-                del self._coming[key]
+    def forget(self, state: RequestState) -> None:
+        for block in self._awaited.pop(state, ()):
+            waiting = self._coming[block.key]
+            del waiting[state]
+            if not waiting:
+                del self._coming[block.key]
 
     def add_to(self, events: Iterable[OffloadingEvent]) -> list[OffloadingEvent]:
         """Returns all events since the last call with descriptions."""
@@ -86,7 +85,7 @@ class EventDescriptions:
         return described
 
     def _describe(self, key: OffloadKey) -> BlockDescription | None:
-        found = self._stored.get(key) or next(iter(self._coming.get(key, {}).values()), None)
+        found = self._stored.get(key) or next(iter(self._coming.get(key, {}).items()), None)
         if found is None:
             return None
         state, block = found
@@ -142,7 +141,7 @@ class RequestObserver:
         """Records a request that was given device blocks. Without a match it had some, and continues with them."""
         req_id, waited_s, traced = state.context.req_id, state.lookup.waited_s, state.observed.traced
         if self.descriptions is not None:
-            self.descriptions.forget(req_id)
+            self.descriptions.forget(state)
         if match is not None and state.observed.record is None:
             self._record(state, match, num_external_tokens, promoted)
         if waited_s:
@@ -176,7 +175,7 @@ class RequestObserver:
             record.retain_refused, record.retained_in = retained.refusal, retained.tier
             record.retained_tokens = retained_tokens if retained.tier is not None else 0
         if self.descriptions is not None:
-            self.descriptions.forget(state.context.req_id)
+            self.descriptions.forget(state)
         self.prefilling.pop(state.context.req_id, None)
         if not any(state.blocks.tables):
             self.planned_last_stores([state])
@@ -212,9 +211,9 @@ class RequestObserver:
     def _record(self, state: RequestState, match: Match, num_external_tokens: int, promoted: Promoted) -> None:
         tier_tokens = self._count_tier_hits(promoted, num_external_tokens)
         below_host = sum(tier_tokens.values())
-        missed, miss = match.missed, None
+        missed, miss = match.hit.missed, None
         if missed is not None:
-            missed, miss = self._explain(missed, match.no_state)
+            missed, miss = self._explain(missed, match.hit.no_state)
             if not state.may_load:
                 miss = Miss(MissReason.NOT_LOOKED_UP, policy=miss.policy)
         elif state.has_given_up:

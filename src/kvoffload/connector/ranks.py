@@ -54,11 +54,9 @@ class Ranks:
             try:
                 parts = within(deadline_s, partial(gather, values))
             except TimeoutError as error:
-                raise own or ConfigError(
-                    fault=f"some rank has not registered its KV cache within {deadline_s:g} s",
-                    fix="its log says why, unless kvoffload is not configured there: give every node the same "
-                    "--kv-transfer-config",
-                ) from error
+                fault = f"some rank has not registered its KV cache within {deadline_s:g} s"
+                fix = "its log says why, unless kvoffload is not configured there: give every node the same"
+                raise own or ConfigError(fault=fault, fix=f"{fix} --kv-transfer-config") from error
             except Exception as error:
                 fault = f"the connection to the other ranks broke ({error})"
                 raise own or ConfigError(fault=fault, fix="their logs say why") from error

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from itertools import zip_longest
 from operator import mul
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvoffload.abc import BlockHash, OffloadingManager, OffloadKey, ReqContext, Request, TieredManager
 from kvoffload.cache.tenants import Tenants
@@ -67,6 +67,21 @@ class Changes:
     """Whether it was since the last step: the engine must take one, so that events and metrics show the reset."""
 
 
+class Hit(NamedTuple):
+    """The longest hit of a request."""
+
+    end: int = 0
+    """Up to this token, every group has the blocks that the request needs to continue there."""
+    missed: OffloadKey | None = None
+    """The first key that was missing for more."""
+    is_known: bool = True
+    """False: a lower tier has not answered yet, and the hit may become longer."""
+    junction: int = 0
+    """The last position behind ``end`` up to which host memory has the blocks but not the states."""
+    no_state: OffloadKey | None = None
+    """A state behind ``end`` that no tier has either: without it, blocks in lower tiers are of no use."""
+
+
 @dataclass(slots=True, eq=False)
 class Match:
     """A lookup with ``computed`` tokens on the device, remembered until ``change`` or ``expires``."""
@@ -76,12 +91,8 @@ class Match:
     computed: int
     tokens: int | None = 0
     """How many tokens can be loaded. None: the request waits, for the load of another or for an answer."""
-    missed: OffloadKey | None = None
-    """The first block that was missing for more."""
+    hit: Hit = Hit()  # noqa: RUF009  (it is immutable)
     expires: float = float("inf")
-    junction: int = 0
-    no_state: OffloadKey | None = None
-    """See Hit."""
 
 
 @dataclass(slots=True, eq=False)
@@ -201,10 +212,9 @@ class RequestState:
         """Called when device blocks were allocated. Returns the lookup since the last time: the engine acts on it."""
         match, self.lookup.match = self.lookup.match, None
         self.phase = Phase.RUNNING
-        self.filled.computed = 0 if match is None else match.computed
-        self.filled.loaded_end = 0
+        self.filled.computed = self.filled.loaded_end = 0
         if match is not None:
-            self.blocks.loaded = None
+            self.filled.computed, self.blocks.loaded = match.computed, None
         return match
 
     def lose_blocks(self, has_new_ones: bool) -> None:
@@ -276,10 +286,8 @@ class RequestBlocks:
         request, layout, is_same = self.request, self.layout, True
         hashes = request.block_hashes
         num_hashes, before = len(hashes), self._num_hashes
-        # Hashes are chained, so the last one shows whether any has changed. It is mostly the same object.
-        has_changed = before and (
-            num_hashes < before or (hashes[before - 1] is not self._last_hash and hashes[before - 1] != self._last_hash)
-        )
+        # Hashes are chained, so the last one shows whether any has changed.
+        has_changed = num_hashes < before or (before and hashes[before - 1] != self._last_hash)
         if has_changed or layout.ahead:
             # No hash may cover the tokens after a block yet.
             is_same = not self.has_other_tokens(None if has_changed else layout.ahead)
@@ -296,10 +304,10 @@ class RequestBlocks:
         """Whether the engine has taken tokens back, and given others, since the keys of ``groups`` (all) were made."""
         layout, request = self.layout, self.request
         for g in range(len(self.keys)) if groups is None else groups:
-            last, num_keys = self.keys[g][-1:], len(self.keys[g])
-            if num_keys > layout.num_named(g, request):
-                return True
-            if last and last[0] != layout.key(g, num_keys - 1, request, self.namespace):
+            keys, last = self.keys[g], len(self.keys[g]) - 1
+            if keys and (
+                last >= layout.num_named(g, request) or keys[last] != layout.key(g, last, request, self.namespace)
+            ):
                 return True
         return False
 
@@ -343,9 +351,6 @@ class RequestBlocks:
         return [self.keys[g][i] for _, g, i in ends]
 
     def add_to_tables(self, tables: Sequence[Sequence[int]]) -> None:
-        if len(tables) == len(self.tables) == 1:
-            self.tables[0].extend(tables[0])
-            return
         for mine, new in zip(self.tables, tables, strict=True):
             mine.extend(new)
 
@@ -383,47 +388,33 @@ class RequestBlocks:
                 device_blocks = table[first * factor : end * factor]
                 next_one = Block(0, first, keys[first], first * factor, device_blocks)
                 return [] if NULL_BLOCK in device_blocks else [next_one], (end,)
-        due: list[Block] = []
-        ends: list[int] = []
-        for g, first in enumerate(self.next_store):
+        due, ends = list[Block](), list(self.next_store)
+        for g, start in enumerate(self.next_store):
             if g in layout.states:
-                ends.append(first)
                 continue
-            keys, table, factor = self.keys[g], self.tables[g], layout.groups[g].block_size_factor
+            keys, table, group = self.keys[g], self.tables[g], layout.groups[g]
+            size, factor = group.device_block_size, group.block_size_factor
             num_whole = min(layout.num_final(g, tokens), most // layout.block_tokens[g], len(keys))
-            end = min(num_whole, len(table) // factor, first + MAX_BLOCKS_PER_STEP)
-            if end <= first:
-                ends.append(first)
-                continue
-            ends.append(end)
-            if g in layout.windows:
-                due += self._due_in_window(g, range(first, end), num_before)
-                continue
+            ends[g] = max(start, min(num_whole, len(table) // factor, start + MAX_BLOCKS_PER_STEP))
             loaded = self.loaded[g] if self.loaded is not None else ()
-            for i in range(first, end):
-                device_blocks = table[i * factor : (i + 1) * factor]
-                if NULL_BLOCK not in device_blocks and i not in loaded:
-                    due.append(Block(g, i, keys[i], i * factor, device_blocks))
+            is_full = g in layout.full
+            gone = 0 if is_full else group.skipped_tokens(num_before) // size
+            for ordinal in range(start, ends[g]):
+                first, last = ordinal * factor, (ordinal + 1) * factor
+                if not is_full:
+                    # A request that finds the block needs only what the token at its end, or before it, attends to.
+                    needed = max(first, group.skipped_tokens(last * size - 1) // size)
+                    first = max(first, min(gone, last))
+                    while first < needed and table[first] == NULL_BLOCK:
+                        first += 1
+                    if first > needed:
+                        continue
+                device_blocks = table[first:last]
+                if NULL_BLOCK not in device_blocks and ordinal not in loaded:
+                    due.append(Block(g, ordinal, keys[ordinal], first, device_blocks))
         if len(ends) > 1:
             due.sort(key=lambda block: (block.ordinal + 1) * layout.block_tokens[block.group])
         return due, tuple(ends)
-
-    def _due_in_window(self, g: int, ordinals: range, num_before: int) -> Iterator[Block]:
-        group, table = self.layout.groups[g], self.tables[g]
-        size, factor = group.device_block_size, group.block_size_factor
-        gone = group.skipped_tokens(num_before) // size
-        loaded = self.loaded[g] if self.loaded is not None else ()
-        for ordinal in ordinals:
-            if ordinal in loaded:
-                continue
-            first, last = ordinal * factor, (ordinal + 1) * factor
-            # A request that finds the block needs only what the token at its end, or before it, attends to.
-            needed = max(first, group.skipped_tokens(last * size - 1) // size)
-            first = max(first, min(gone, last))
-            while first < last and table[first] == NULL_BLOCK:
-                first += 1
-            if first <= needed and NULL_BLOCK not in table[first:last]:
-                yield Block(g, ordinal, self.keys[g][ordinal], first, table[first:last])
 
     def stored_up_to(self, next_store: tuple[int, ...]) -> None:
         """Notes that the blocks before ``next_store`` were given to ``prepare_store``."""

@@ -183,12 +183,11 @@ class OffloadingConnectorScheduler:
         if step.block_ids:
             leaving += self.stores.take_tables(step, requests, self.sound)
         leaving += step.written
-        handed_out = set(leaving)
-        handed_out.discard(NULL_BLOCK)
+        handed_out = set(leaving) - {NULL_BLOCK}
         if jobs.finished:
             # Their device blocks may have been handed out again in this very step: then they are read first.
             self.stores.store_finished(jobs.finished)
-            self.observer.planned_last_stores([state for state, _ in jobs.finished])
+            self.observer.planned_last_stores(jobs.finished)
         if (leaving_blocks := self.stores.leaving) is not None:
             self.loads.cut(handed_out)
             loading = [at for spec in meta.loads.values() for at in spec.device.block_ids.tolist()]
@@ -218,7 +217,7 @@ class OffloadingConnectorScheduler:
         if self.paused.checks:
             self.paused.take_report(report)
         if (adapters := self.lookups.adapters) is not None and (report.adapters or report.answers):
-            states = [*self.requests.values(), *(state for state, _ in self.jobs.finished)]
+            states = [*self.requests.values(), *self.jobs.finished]
             self.sound.discard(adapters.take_report(report, states))
         self.jobs.poll()
         for name in COPIED:
@@ -256,7 +255,7 @@ class OffloadingConnectorScheduler:
         for state in self.requests.values():
             state.forget_stores()
             self.manager.release_request(state.context)
-        self.observer.planned_last_stores([state for state, _ in self.jobs.finished])
+        self.observer.planned_last_stores(self.jobs.finished)
         self.jobs.finished.clear()
 
     @guarded(lambda self, request: self._forget(request))
@@ -277,7 +276,7 @@ class OffloadingConnectorScheduler:
         self.stores.end(state)
         self.observer.end(state, *self.stores.retain(state))
         if has_blocks := any(state.blocks.tables):
-            self.jobs.finished.append((state, request.num_computed_tokens))
+            self.jobs.finished[state] = request.num_computed_tokens
         if not has_blocks or not state.options.remote_decode:
             return False, _answer(state, None)
         if (handover := self.stores.hand_over(state)) is not None:
@@ -315,10 +314,7 @@ class OffloadingConnectorScheduler:
         """
         self.paused.reset(keeps=is_pause)
         # With the next step workers learn of the reset: a load in it would pass for one that began afterwards.
-        unsent = self.jobs.break_loads()
-        for job in unsent:
-            self.loads.end_job(job)
-        self.observer.copied(unsent)
+        self.observer.copied(self.loads.break_unsent())
         self._distrust_device()
         if is_pause:
             # The time of a pause does not count as a wait for blocks.

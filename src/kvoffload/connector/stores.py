@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -77,9 +76,7 @@ class DueList:
         due: list[str] = []
         if most > FEW_TOKENS:
             due = [req_id for req_id, tokens in scheduled.items() if tokens > FEW_TOKENS]
-            tokens = sorted(scheduled.values())
-            few = bisect_right(tokens, FEW_TOKENS)
-            most = tokens[few - 1] if few else 0
+            most = max([tokens for tokens in scheduled.values() if tokens <= FEW_TOKENS], default=0)
         for req_id in due:
             self.remove(req_id)
         before = self._count
@@ -120,22 +117,20 @@ class StorePlanner:
         """Takes in the device blocks that the step gives to requests, and returns those that they write to. A request
         with a whole new table is looked at in its next step."""
         handed_out: list[int] = []
-        found: Sequence[Sequence[int]] = ()
         replaced, is_tracking = step.replaced, sound.origins is not None
         for req_id, new in step.block_ids.items():
-            state, found = requests.get(req_id), ()
+            state = requests.get(req_id)
+            found: Sequence[Sequence[int]] = ()
             if state is not None:
-                if state.filled.of_others:
-                    state.filled.of_others = frozenset()
-                if req_id in replaced:
+                state.filled.of_others = frozenset()
+                if req_id not in replaced:
+                    state.blocks.add_to_tables(new)
+                else:
                     if is_tracking and state.has_copied_part:
                         state.storing = Storing.STALE
                     found, new = state.blocks.replace_tables(new)
+                if req_id in replaced or req_id not in self._due:
                     self._due.add(req_id, 1)
-                else:
-                    state.blocks.add_to_tables(new)
-                    if req_id not in self._due:
-                        self._due.add(req_id, 1)
             for of_group in new:
                 handed_out += of_group
             if is_tracking:
@@ -230,12 +225,12 @@ class StorePlanner:
         if self.leaving is not None:
             self.leaving.reset()
 
-    def store_finished(self, finished: Sequence[tuple[RequestState, int]]) -> None:
+    def store_finished(self, finished: Mapping[RequestState, int]) -> None:
         """Makes the jobs for the last blocks of requests that have ended, each with its number of computed tokens.
         Then puts their whole chains in order, and offers them to lower tiers."""
-        dues = [self.due_of(state, computed, computed) for state, computed in finished]
+        dues = [self.due_of(state, computed, computed) for state, computed in finished.items()]
         self._store([due for due in dues if due is not None])
-        for state, _ in finished:
+        for state in finished:
             if state.lookup.was_touched:
                 blocks, chain = state.blocks, state.blocks.keys_in_order()
                 used = blocks.used_keys(blocks.state_ends) if self._layout.states else chain
@@ -290,7 +285,7 @@ class StorePlanner:
         if self.leaving is not None:
             self.leaving.expect(state.context.req_id, 0)
         if self._keeper is not None and match is not None:
-            self._keeper.begin(state, match.computed + num_loaded, match.junction)
+            self._keeper.begin(state, match.computed + num_loaded, match.hit.junction)
 
     def store_states(self, step: ScheduledStep, lost: Collection[str], requests: Mapping[str, RequestState]) -> None:
         """Makes the jobs for those states worth keeping that a step completes. A state for which there is no room is
@@ -299,15 +294,12 @@ class StorePlanner:
             state = requests.get(req_id)
             if state is None or req_id in lost or self._keeper is None:
                 continue
-            blocks = self._states_of(state, offered, self._keeper)
-            if not (keys := [block.key for block in blocks]):
+            if not (blocks := self._states_of(state, offered, self._keeper)):
                 continue
-            if state.storing is Storing.REFUSED:
-                self._manager.prepare_store(keys, state.context, Offer.BEHIND_REFUSED)
-            elif (output := self._manager.prepare_store(keys, state.context)) is None:
+            is_refused = state.storing is Storing.REFUSED
+            if (output := self._offer([Due(state, blocks, state.blocks.next_store)])) is None:
                 self._jobs.refuse_store()
-            else:
-                self._start([Due(state, blocks, state.blocks.next_store)], output)
+            elif not is_refused:
                 # A state that was refused takes the place of no other.
                 present = [block for block in blocks if block.key not in output.refused_keys]
                 if superseded := self._keeper.stored(state, present, frozenset(output.keys_to_store)):
@@ -336,8 +328,7 @@ class StorePlanner:
             return None
         if not state.extend_keys() and self.leaving is not None:
             self.leaving.drop_tables(state)
-        found, next_store = blocks.due(num_computed, num_before)
-        return Due(state, found, next_store)
+        return Due(state, *blocks.due(num_computed, num_before))
 
     def _store(self, dues: list[Due]) -> None:
         """Makes the jobs for all blocks that there is room for. Single blocks, as decoding completes them, share one if
@@ -350,30 +341,28 @@ class StorePlanner:
                 if self._is_late and not due.state.options.remote_decode:
                     due.state.blocks.stored_up_to(due.next_store)
                     continue
-            if due.blocks and due.state.storing is not Storing.REFUSED:
-                # Only single blocks with all of their device blocks can share a job. What is to be retained, or handed
-                # over, is stored whatever it seems to be worth.
-                block, options = due.blocks[0], due.state.options
-                is_whole = len(block.device_blocks) == groups[block.group].block_size_factor
-                is_promised = options.retain_s or options.remote_decode
-                (single if len(due.blocks) == 1 and is_whole and not is_promised else chains).append(due)
+            if not due.blocks:
+                due.state.blocks.stored_up_to(due.next_store)
                 continue
-            if due.blocks:
-                keys = [block.key for block in due.blocks]
-                self._manager.prepare_store(keys, due.state.context, Offer.BEHIND_REFUSED)
-            due.state.blocks.stored_up_to(due.next_store)
-        if len(single) > 1 and (output := self._manager.prepare_store([due.blocks[0].key for due in single])):
-            self._start(single, output)
+            # Only single blocks with all of their device blocks can share a job. What is to be retained, or handed
+            # over, is stored whatever it seems to be worth.
+            block, options = due.blocks[0], due.state.options
+            is_whole = len(block.device_blocks) == groups[block.group].block_size_factor
+            is_apart = options.retain_s or options.remote_decode or due.state.storing is Storing.REFUSED
+            (single if len(due.blocks) == 1 and is_whole and not is_apart else chains).append(due)
+        if len(single) > 1 and self._offer(single):
             single = []
         for due in [*chains, *single]:
-            output = self._manager.prepare_store([block.key for block in due.blocks], due.state.context)
-            if output is None:
+            if self._offer([due]) is None:
                 self._jobs.refuse_store()
-            else:
-                self._start([due], output)
 
-    def _start(self, dues: list[Due], output: PrepareStoreOutput) -> None:
-        """Makes one job of the blocks for which ``output`` has room."""
+    def _offer(self, dues: list[Due]) -> PrepareStoreOutput | None:
+        """Makes one job of the blocks that the manager takes. Returns None, and changes nothing, if it has no room."""
+        keys, context = [block.key for due in dues for block in due.blocks], dues[0].state.context
+        offer = Offer.BEHIND_REFUSED if dues[0].state.storing is Storing.REFUSED else Offer.COMPUTED
+        output = self._manager.prepare_store(keys, context if len(dues) == 1 else None, offer)
+        if output is None:
+            return None
         refused = frozenset(output.refused_keys)
         new: NumberedBlocks = []
         states: dict[RequestState, None] = {}
@@ -392,3 +381,4 @@ class StorePlanner:
                 elif key in refused and block.group not in self._layout.states:
                     state.storing = Storing.REFUSED
         self._jobs.add_store(new, output, list(states))
+        return output

@@ -15,7 +15,6 @@ from kvoffload.connector.messages import IDLE_WAIT_S, StepMeta, WorkerReport
 
 logger = logging.getLogger(__name__)
 
-MAX_TRIES = 2
 SUSPEND_DEADLINE_S = 5.0
 """How long ``suspend`` waits for copies in progress."""
 
@@ -43,7 +42,7 @@ class _PendingJob:
     need: AdapterNeed | None = None
     has_passed: Callable[[], bool | None] | None = None
     """Its check, which begins when the load has ended."""
-    tries_left: int = MAX_TRIES - 1
+    may_retry: bool = True
     piece: list[int] | None = None
     """See StepMeta."""
     broken: list[int] | None = None
@@ -117,18 +116,14 @@ class WeightComparisons:
     def advance(self) -> bool:
         """Begins the comparison that is needed, or takes the result of the one in progress. Returns whether it found a
         change."""
-        if self.watch is None:
-            return False
-        while self.answered < self.latest and not self.is_stale:
+        while self.watch is not None and self.answered < self.latest and not self.is_stale:
             if self._begun == self.answered:
                 self.watch.begin()
                 self._begun = self.latest
-            changed = self.watch.poll()
-            if changed is None:
-                return False
-            self.answered = self._begun
+            if (changed := self.watch.poll()) is None:
+                break
+            self.answered, self.is_stale = self._begun, changed
             if changed:
-                self.is_stale = True
                 return True
         return False
 
@@ -215,7 +210,7 @@ class OffloadingConnectorWorker:
         for job_id in meta.fences:
             if job_id in self._jobs:
                 # From here on its source may be overwritten, so a second try could read other bytes.
-                self._jobs[job_id].tries_left = 0
+                self._jobs[job_id].may_retry = False
 
     def start_loads(self, meta: StepMeta) -> None:
         """Starts the loads of the step, or lets them wait for the stores that read their device blocks. Nothing uses
@@ -376,8 +371,8 @@ class OffloadingConnectorWorker:
             if self._suspended and not job.is_store:
                 # The device blocks that it has filled are about to lose their memory.
                 self._end(replace(result, ok=False))
-            elif not result.ok and job.tries_left and not self._suspended:
-                job.tries_left -= 1
+            elif not result.ok and job.may_retry and not self._suspended:
+                job.may_retry = False
                 self._submit(result.job_id)
             elif result.ok and not self._is_outdated(job) and self._is_unconfirmed(job):
                 self._unconfirmed.append(result)
