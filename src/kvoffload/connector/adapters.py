@@ -163,12 +163,12 @@ class AdapterDigests:
         if not report.adapters:
             return ()
         stores = [job for job in self.jobs.jobs.values() if job.is_store]
-        computed = [*states, *(state for job in stores for state in job.requests)]
-        changed = {id(state): state for state in computed if _has_changed(state, report)}
-        origins = {state.origin for state in changed.values() if state.origin is not None}
+        computed = {*states, *(state for job in stores for state in job.requests)}
+        changed = {state for state in computed if _has_changed(state, report)}
+        origins = {state.origin for state in changed if state.origin is not None}
         for job in stores:
-            job.failed |= any(id(state) in changed for state in job.requests)
-        for state in changed.values():
+            job.failed |= not changed.isdisjoint(job.requests)
+        for state in changed:
             state.give_up()
         return origins
 
@@ -211,8 +211,8 @@ def _has_changed(state: RequestState, report: WorkerReport) -> bool:
 
 
 class AdapterChecks:
-    """Reports which bytes the adapters of one rank have. Without ``watch``, and after an error of it, no adapter can be
-    read, and a load that needs one fails."""
+    """Reports which bytes the adapters of one rank have. Without ``watch``, or after its error, none can be read, and a
+    load that needs one fails."""
 
     def __init__(self, watch: AdapterWatch | None) -> None:
         self.watch = watch

@@ -162,10 +162,9 @@ class _HostPools:
             )
         for pool in pools:
             if not _is_pool(pool):
-                raise ConfigError(
-                    f"pools has a {type(pool).__name__}: pass HostPool.data, writable bytes of shape (num_blocks, "
-                    "slot_bytes) with a block at least, or HostPool.handle() of a pool in another process"
-                )
+                data = "HostPool.data, writable bytes of shape (num_blocks, slot_bytes) with a block at least"
+                fix = f"pass {data}, or HostPool.handle() of a pool in another process"
+                raise ConfigError(f"pools has a {type(pool).__name__}: {fix}")
         self.num_workers = engine.num_workers or len(pools)
         if self.num_workers % len(pools):
             fault = f"must be {len(pools)}, the number of pools, or a multiple of it if as many ranks share each pool"

@@ -30,9 +30,8 @@ if TYPE_CHECKING:
 
 JOB_IDS = itertools.count()
 """Numbers of jobs, shared by all scheduler halves of this process: none takes another's report for that of its job."""
-NumberedBlocks: TypeAlias = list[tuple[int, RequestState | None, Block]]
+NumberedBlocks: TypeAlias = Sequence[tuple[int, RequestState | None, Block]]
 """Blocks that a store copies, each with the ``ObservedRequest.number`` of a request, and one that can describe it."""
-NO_ROOM = "kvoffload: no room in the host pool, every block is in use; stores wait"
 
 
 @dataclass(slots=True, eq=False)
@@ -45,12 +44,10 @@ class Job:
     lease: LoadStoreSpec
     """The host slots that it reads or fills, as handed out. Those that a load in pieces has read are given back."""
     keys: Sequence[OffloadKey]
-    blocks: Sequence[tuple[RequestState, Block]] = ()
-    """What a store copies, in more detail, if events are to describe it."""
+    blocks: NumberedBlocks = ()
+    """What a store copies."""
     device_blocks: frozenset[int] = frozenset()
     """What a store reads."""
-    blocks_of: Mapping[int, int] = field(default_factory=dict)
-    """How many blocks of ``KeyLayout.traced`` a store copies for each request, by ``ObservedRequest.number``."""
     began: int = field(default_factory=time.time_ns)
     """When it was made, in nanoseconds since 1970."""
     epoch: int = 0
@@ -138,29 +135,25 @@ class JobTable:
             raise IntegrityError("the manager has room for other blocks than it was offered, or in another order")
         if not new:
             return
-        num_groups, traced, blocks_of = len(self.layout.groups), self.layout.traced, dict[int, int]()
+        num_groups = len(self.layout.groups)
         ids_of, firsts = [list[int]() for _ in range(num_groups)], [0] * num_groups
-        for number, _, block in new:
-            g = block.group
-            if not ids_of[g]:
-                firsts[g] = block.first_device_block
-            ids_of[g] += block.device_blocks
-            if g == traced:
-                blocks_of[number] = blocks_of.get(number, 0) + 1
+        for _, _, block in new:
+            if not ids_of[block.group]:
+                firsts[block.group] = block.first_device_block
+            ids_of[block.group] += block.device_blocks
         lease = host = output.store_spec
         if num_groups > 1:
             by_group = sorted(range(len(new)), key=lambda i: new[i][2].group)
             host = LoadStoreSpec(lease.medium(), lease.slots[by_group])
-        is_described, ids = self.observer.descriptions is not None, list(itertools.chain(*ids_of))
-        described = [(state, block) for _, state, block in new if state is not None] if is_described else ()
-        job = Job(True, states, lease, output.keys_to_store, described, frozenset(ids), blocks_of)
+        ids = list(itertools.chain(*ids_of))
+        job = Job(True, states, lease, output.keys_to_store, new, frozenset(ids))
         device = DeviceSpec(np.array(ids, dtype=np.int64), tuple(map(len, ids_of)), tuple(firsts))
         self.meta.stores[self.add(job)] = TransferSpec(states[0].context.req_id if states else "", host, device)
 
     def refuse_store(self) -> None:
         """Counts a store for which the manager has no room."""
         self.observer.metrics.add("refused_stores")
-        self.observer.warn(NO_ROOM)
+        self.observer.warn("kvoffload: no room in the host pool, every block is in use; stores wait")
 
     def is_current(self, job: Job) -> bool:
         """Whether there was no reset since the job began."""
@@ -178,7 +171,7 @@ class JobTable:
             if job is None:
                 continue
             job.num_pending -= count
-            job.failed |= job_id in report.failed or (job.is_store and job.epoch != self.changes.resets)
+            job.failed |= job_id in report.failed or (job.is_store and not self.is_current(job))
             if job.num_pending < 0:
                 raise IntegrityError(f"job {job_id} was reported more often than there are workers")
             if job.num_pending == 0:

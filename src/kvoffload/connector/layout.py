@@ -20,8 +20,7 @@ class KeyLayout:
     """The KV cache groups, and how block hashes become keys. Raises ConfigError if block sizes do not divide, or a
     group has a ``lookahead`` and ``following`` is None.
 
-    If blocks are divided into ``parts``, each part is a group here: ``groups`` has one entry per part, and so has
-    everything that is counted by group.
+    If blocks are divided into ``parts``, each part is a group here, in ``groups`` and in everything counted by group.
 
     A block's key is made of the hash of its last hash-block. In a group with a ``lookahead`` the KV depends on tokens
     after the block too. There the key is made of the hash and of what ``following`` says of these tokens, so such a

@@ -31,8 +31,7 @@ TOGETHER = 64
 AHEAD_DECAY = 15 / 16
 AHEAD_SHARE = 1 / 8
 """What the next device blocks hold is stored early: of as many as one of the latest steps has handed out, which counts
-less with every further step, and at most of this share of all blocks on the device; or of as many as waiting requests
-have been offered to load."""
+less with every further step, at most of this share of the device's blocks; or of as many as are offered for loads."""
 AWAITED = ReqContext("", goes_on=True)
 """Blocks that requests wait for are stored, whatever they seem to be worth."""
 NextFree: TypeAlias = Callable[[int], Iterable[int]]

@@ -19,13 +19,12 @@ class StepMeta:
     """The work of one step, from the scheduler half to every worker."""
 
     loads: dict[int, TransferSpec] = field(default_factory=dict)
-    """Specs by job id. Nothing uses their device blocks before they are reported. They start at once, or as
-    ``load_after`` says."""
+    """Specs by job id. Nothing uses their device blocks before they are reported."""
     load_after: dict[int, list[int]] = field(default_factory=dict)
-    """Ids of stores that must have read the device blocks which a load fills before it starts, by the load's id."""
+    """By load, the ids of stores that must have read its device blocks before it starts. Other loads start at once."""
     pieces: dict[int, list[int]] = field(default_factory=dict)
-    """By job id, pieces of loads: empty for all but the last one. With that the request is reported; it has the device
-    blocks of all, which fail together."""
+    """By job id, pieces of loads: empty for all but the last one, with which the request is reported. That one has the
+    device blocks of all, which fail together."""
     stores: dict[int, TransferSpec] = field(default_factory=dict)
     """Specs by job id. Their device blocks are complete when this step's forward pass is done."""
     fences: list[int] = field(default_factory=list)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import repeat
@@ -57,7 +57,7 @@ class EventDescriptions:
         """Those of each request. It may have other keys by now."""
 
     def stored(self, job: Job) -> None:
-        self._stored.update((block.key, (state, block)) for state, block in job.blocks)
+        self._stored.update((block.key, (state, block)) for _, state, block in job.blocks if state is not None)
         while len(self._stored) > MAX_PENDING_EVENTS:
             self._stored.popitem(last=False)
 
@@ -78,9 +78,8 @@ class EventDescriptions:
 
     def add_to(self, events: Iterable[OffloadingEvent]) -> list[OffloadingEvent]:
         """Returns all events since the last call with descriptions."""
-        described = [
-            event if event.removed else replace(event, blocks=list(map(self._describe, event.keys))) for event in events
-        ]
+        of = self._describe
+        described = [event if event.removed else replace(event, blocks=[*map(of, event.keys)]) for event in events]
         self._stored.clear()
         return described
 
@@ -245,8 +244,12 @@ class RequestObserver:
             saved_s=saved_s,
         )
         if miss is not None:
-            record.reason, record.age_s, record.policy = miss.reason, miss.age_s, miss.policy
-            record.missed_in = miss.tier
+            record.reason, record.age_s, record.missed_in, record.policy = (
+                miss.reason,
+                miss.age_s,
+                miss.tier,
+                miss.policy,
+            )
         state.observed.record, state.observed.number = record, self._num_records
         self._num_records += 1
         self.records.append(record)
@@ -277,29 +280,28 @@ class RequestObserver:
 
     def copied(self, jobs: Sequence[Job]) -> None:
         """Observes jobs that have ended."""
-        if (moved := self.moved) is not None:
-            for job in jobs:
-                if not job.failed:
-                    moved.add(HOST, job.keys, repeat(moved.block_bytes))
+        for job in jobs:
+            if self.moved is not None and not job.failed:
+                self.moved.add(HOST, job.keys, repeat(self.moved.block_bytes))
         if (spans := self.spans) is None:
             return
-        for job in jobs:
-            for state in job.requests:
-                if (traced := state.observed.traced) is not None:
-                    copies = traced.store if job.is_store else traced.load
-                    # Requests share a job only if each has one block in it.
-                    copies.add(len(job.keys) // len(job.requests), job.failed, job.began, spans.now())
-        for state in (state for job in jobs for state in job.requests):
+        copied = [(job, state) for job in jobs for state in job.requests]
+        for job, state in copied:
+            if (traced := state.observed.traced) is not None:
+                copies = traced.store if job.is_store else traced.load
+                # Requests share a job only if each has one block in it.
+                copies.add(len(job.keys) // len(job.requests), job.failed, job.began, spans.now())
+        for _, state in copied:
             self._make_spans(state)
 
     def stored(self, job: Job) -> None:
         """Counts the blocks of a store, which can be loaded now. Adds their tokens to the records of their requests,
         and logs those of requests that have ended. Old records are not kept."""
         self.metrics.add("store_blocks", len(job.lease.slots))
-        records, block_tokens = self.records, self.layout.block_tokens[self.layout.traced]
+        records, traced, block_tokens = self.records, self.layout.traced, self.layout.block_tokens[self.layout.traced]
         num_gone = self._num_records - len(records)
         running = {state.observed.number for state in job.requests if not state.observed.has_ended}
-        for number, num_blocks in job.blocks_of.items():
+        for number, num_blocks in Counter(number for number, _, block in job.blocks if block.group == traced).items():
             if number >= num_gone:
                 record = records[number - num_gone]
                 record.stored_tokens += num_blocks * block_tokens

@@ -63,14 +63,12 @@ class Parts:
     def step(self, step: ScheduledStep) -> ScheduledStep:
         """Returns the step with one block table per part, and each boundary state once per part of its group."""
         parts = [range(last + 1 - count, last + 1) for last, count in zip(self.last, self.counts, strict=True)]
-        return dataclasses.replace(
-            step,
-            block_ids={req_id: tuple(self.of_groups(tables)) for req_id, tables in step.block_ids.items()},
-            boundary_states={
-                req_id: [BoundaryState(part, block, end) for g, block, end in states for part in parts[g]]
-                for req_id, states in step.boundary_states.items()
-            },
-        )
+        tables = {req_id: tuple(self.of_groups(tables)) for req_id, tables in step.block_ids.items()}
+        states = {
+            req_id: [BoundaryState(part, block, end) for g, block, end in states for part in parts[g]]
+            for req_id, states in step.boundary_states.items()
+        }
+        return dataclasses.replace(step, block_ids=tables, boundary_states=states)
 
     def page_groups(self, groups: Sequence[PageGroup]) -> list[PageGroup]:
         """Returns the pages of every part: each has a range of the bytes of each device block of its group."""

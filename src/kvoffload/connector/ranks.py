@@ -105,10 +105,8 @@ def check_settings(shares: Sequence[KVShare]) -> None:
     for rank, share in enumerate(shares):
         for (name, value), (_, expected) in zip(share.settings, shares[0].settings, strict=True):
             if value != expected:
-                raise ConfigError(
-                    f"{name}={value} on rank {rank}, but {expected} on rank 0: start every node with the same "
-                    "--kv-transfer-config"
-                )
+                fault = f"{name}={value} on rank {rank}, but {expected} on rank 0"
+                raise ConfigError(f"{fault}: start every node with the same --kv-transfer-config")
 
 
 def count_replicas(shares: Sequence[KVShare]) -> int:
@@ -169,9 +167,8 @@ def join(shares: Sequence[KVShare], kv_groups: Sequence[KVGroup], rank: int, sta
     if plan_parts(kv_groups, [row_bytes]).parts.is_divided:
         return "the KV cache groups have blocks of different sizes, which are divided"
     before = stages[: rank // stage_ranks]
-    return CanonicalRows(
-        layers, row_bytes, tuple(sum(_bytes(stage[g]) for stage in before) for g in range(len(groups)))
-    )
+    begins = tuple(sum(_bytes(stage[g]) for stage in before) for g in range(len(groups)))
+    return CanonicalRows(layers, row_bytes, begins)
 
 
 def place(group: PageGroup, runs: Sequence[Sequence[PageRun]], pages: Sequence[int], begin: int, row: int) -> PageGroup:
@@ -185,9 +182,8 @@ def place(group: PageGroup, runs: Sequence[Sequence[PageRun]], pages: Sequence[i
         page_bytes, ends = int(view.shape[1]), 0
         for run in sorted(of_view, key=lambda run: run.local):
             if run.local != ends or not 0 <= run.canonical <= size - run.nbytes:
-                raise ValueError(
-                    f"{run} is not in a page of {page_bytes} bytes, or in one of {size} bytes of all ranks"
-                )
+                where = f"a page of {page_bytes} bytes, or in one of {size} bytes of all ranks"
+                raise ValueError(f"{run} is not in {where}")
             ends += run.nbytes
             views.append(view[:, run.local : ends])
             offsets.append(at + run.canonical)

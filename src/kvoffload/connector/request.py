@@ -302,12 +302,10 @@ class RequestBlocks:
 
     def has_other_tokens(self, groups: Iterable[int] | None = None) -> bool:
         """Whether the engine has taken tokens back, and given others, since the keys of ``groups`` (all) were made."""
-        layout, request = self.layout, self.request
+        layout, request, namespace = self.layout, self.request, self.namespace
         for g in range(len(self.keys)) if groups is None else groups:
             keys, last = self.keys[g], len(self.keys[g]) - 1
-            if keys and (
-                last >= layout.num_named(g, request) or keys[last] != layout.key(g, last, request, self.namespace)
-            ):
+            if keys and (last >= layout.num_named(g, request) or keys[last] != layout.key(g, last, request, namespace)):
                 return True
         return False
 
@@ -434,8 +432,8 @@ class RequestBlocks:
 @dataclass(eq=False)
 class QueuedRequests:
     """Makes the states of requests. Those that the engine has announced, and does not look up in its next step, are
-    announced to a manager with lower tiers in the order in which they came. Models with several KV cache groups, and
-    requests with adapters, are left out."""
+    announced to a manager with lower tiers in their order, except for models with several KV cache groups, and
+    requests with adapters."""
 
     manager: OffloadingManager
     engine: EngineSpec
@@ -458,17 +456,12 @@ class QueuedRequests:
         most = engine.layout.longest_chain(self.manager.most_blocks(tenant.namespace))
         namespace = tenant.namespace if adapters is None else tenant.namespace + NO_ADAPTER
         hints = options.hints(tenant.namespace)
+        context = ReqContext(request.request_id, params, hints=hints, goes_on=options.remote_decode)
+        blocks = RequestBlocks(request, engine.layout, namespace, min(most, options.max_tokens))
         adapter = None if adapters is None else adapters.begin(request)
-        state = RequestState(
-            request,
-            ReqContext(request.request_id, params, hints=hints, goes_on=options.remote_decode),
-            options,
-            RequestBlocks(request, engine.layout, namespace, min(most, options.max_tokens)),
-            ObservedRequest(tenant.label),
-            adapter,
-            origin=frozenset() if adapter is None else None,
-            may_load=options.load,
-        )
+        origin = frozenset[bytes]() if adapter is None else None
+        state = RequestState(request, context, options, blocks, ObservedRequest(tenant.label), adapter, origin)
+        state.may_load = options.load
         if options.handover is not None:
             state.lookup.handover = Handover(**options.handover)
         if engine.drops_tokens is not None and engine.drops_tokens(request):

@@ -73,8 +73,7 @@ class PausedContents:
 
 
 class BlockOrigins:
-    """Device blocks that were filled since the last reset, from nothing that was computed before it, each with the
-    adapter that has computed it.
+    """Device blocks filled since the last reset, from nothing computed before it, each with the adapter that did it.
 
     The engine's own cache may hold KV of weights that are gone, of other bytes under the name of an adapter, and of
     other tokens than their names say (``EngineSpec.drops_tokens``). A request that continues from such blocks must

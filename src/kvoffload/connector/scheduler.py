@@ -44,6 +44,7 @@ WEIGHTS_CHANGED = (
     "from now on serves no later process. After an update call reset_prefix_cache(reset_connector=True), which also "
     "keeps the engine's own cache from answering with old KV"
 )
+OFF = "kvoffload: OFFLOADING IS OFF: %s failed; requests are computed from here on"
 OTHERS_FAILED = (
     "kvoffload: another connector failed to load blocks, and requests have computed with them: nothing that requests "
     "in progress have computed is stored"
@@ -304,8 +305,7 @@ class OffloadingConnectorScheduler:
     @guarded(lambda self, is_pause=False: None)
     def reset(self, is_pause: bool = False) -> None:
         """Drops every block. KV that requests in progress have computed so far, or compute on top of it, is not stored:
-        it may belong to weights that are gone, as may older KV that they find in the engine's own cache. Loads and
-        stores in progress count as failed.
+        it may belong to weights that are gone, as may older KV in the engine's cache. Jobs in progress count as failed.
 
         ``is_pause``: the engine pauses or falls asleep. No block is dropped yet, and none is found before all workers
         have compared all of their weights with those that the blocks were computed with, at the first lookup or
@@ -348,11 +348,7 @@ class OffloadingConnectorScheduler:
 
     def switch_off(self, where: str) -> None:
         """Ends offloading for good: promised loads and stores count as failed. Logs the exception in progress."""
-        logger.error(
-            "kvoffload: OFFLOADING IS OFF: %s failed; requests are computed from here on",
-            where,
-            exc_info=sys.exc_info()[0] is not None,
-        )
+        logger.error(OFF, where, exc_info=sys.exception())
         self.off = True
         self.metrics.set("off", 1)
         self.jobs.break_off()

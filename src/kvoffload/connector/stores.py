@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from kvoffload.abc import BoundaryState, Offer, OffloadKey, PrepareStoreOutput, Retained, ScheduledStep, TieredManager
 from kvoffload.connector.handover import SERVER_CHARS, Handover, name_of
-from kvoffload.connector.jobs import Job, JobTable, NumberedBlocks
+from kvoffload.connector.jobs import Job, JobTable
 from kvoffload.connector.layout import NULL_BLOCK, Block
 from kvoffload.connector.leaving import LeavingBlocks
 from kvoffload.connector.options import NEVER
@@ -22,7 +22,6 @@ MAX_TOGETHER = 8
 """Blocks that decoding completes within so many steps are stored by one job."""
 TOGETHER_SHARE = 1 / 8
 """A block waits for others for at most this share of its tokens."""
-STORE_FAILED = "kvoffload: a store failed, or came too late for its blocks, and was dropped"
 
 
 @dataclass(slots=True, eq=False)
@@ -39,11 +38,9 @@ class DueList:
 
     The list counts tokens. In each step the count grows by the largest number of tokens that a request computes,
     ignoring requests that compute more than FEW_TOKENS. So a request that lacks n tokens cannot be due before the count
-    has grown by n. If the engine takes tokens back, the request only becomes due later. Each request is in the list at
-    most once.
+    has grown by n. If the engine takes tokens back, the request only becomes due later. It is in the list at most once.
 
-    With ``together`` above 1, requests that become due within as many counts come out at the last of these, so that one
-    job stores what neighbouring steps complete.
+    Requests that are due within ``together`` counts come out at the last of these: one job stores what they complete.
     """
 
     def __init__(self, together: int = 1) -> None:
@@ -79,11 +76,10 @@ class DueList:
             most = max([tokens for tokens in scheduled.values() if tokens <= FEW_TOKENS], default=0)
         for req_id in due:
             self.remove(req_id)
-        before = self._count
         # A request that is to be looked at again in the next step is taken out even if nothing is computed.
-        self._count = before + max(most, 1)
-        for at in range(before + 1, self._count + 1):
-            requests = self._by_count.pop(at, ())
+        for _ in range(max(most, 1)):
+            self._count += 1
+            requests = self._by_count.pop(self._count, ())
             for req_id in requests:
                 del self._count_of[req_id]
             due += requests
@@ -203,8 +199,7 @@ class StorePlanner:
         ends = [layout.num_final(g, prompt) * size for g, size in enumerate(layout.block_tokens)]
         ends += [prompt - layout.groups[g].lookahead for g in layout.ahead]
         if layout.windows or layout.states:
-            # The other server computes the last token of the prompt. What that needs is written for the ends of whole
-            # blocks only.
+            # The other server computes the last token. What that needs is written for the ends of whole blocks only.
             ends.append(state.observed.record.tokens_asked - 1)
         tokens = min(ends)
         while tokens := layout.last_resumable(blocks.keys, stored, tokens):
@@ -277,7 +272,7 @@ class StorePlanner:
             self.leaving.device.forget_early(job.device_blocks)
         if self._jobs.is_current(job):
             self._jobs.observer.metrics.add("store_failures")
-            self._jobs.observer.warn(STORE_FAILED)
+            self._jobs.observer.warn("kvoffload: a store failed, or came too late for its blocks, and was dropped")
         return True
 
     def allocated(self, state: RequestState, match: Match | None, num_loaded: int) -> None:
@@ -364,8 +359,7 @@ class StorePlanner:
         if output is None:
             return None
         refused = frozenset(output.refused_keys)
-        new: NumberedBlocks = []
-        states: dict[RequestState, None] = {}
+        new, states = list[tuple[int, RequestState, Block]](), dict[RequestState, None]()
         # If two requests have the same block, the first one stores it.
         wanted = set(output.keys_to_store)
         for due in dues:

@@ -26,8 +26,7 @@ class Finished:
     loaded: set[str] = field(default_factory=set)
     """Requests whose load has ended, successfully or not."""
     failed: dict[str, list[int]] = field(default_factory=dict)
-    """Those of ``loaded`` whose load failed, with the device blocks that it should have filled. The engine must not use
-    the content of these blocks."""
+    """Those of ``loaded`` whose load failed, with the device blocks to be filled, whose content must not be used."""
     released: set[str] = field(default_factory=set)
     """Finished requests whose device blocks were kept for the connector, and can be freed now."""
 
@@ -114,8 +113,7 @@ class WeightComparisons:
         return not self._must_accept
 
     def advance(self) -> bool:
-        """Begins the comparison that is needed, or takes the result of the one in progress. Returns whether it found a
-        change."""
+        """Begins the comparison that is needed, or takes the result of one. Returns whether it found a change."""
         while self.watch is not None and self.answered < self.latest and not self.is_stale:
             if self._begun == self.answered:
                 self.watch.begin()
@@ -250,8 +248,7 @@ class OffloadingConnectorWorker:
         if self.adapters.watch is not None:
             self.adapters.take_answers(self._report, 0.0 if meta.has_tokens else IDLE_WAIT_S)
         self._collect(busy=meta.has_tokens)
-        is_idle = not meta.has_tokens and not self._finished.loaded
-        if is_idle and any(not job.is_store for job in self._jobs.values()):
+        if not meta.has_tokens and not self._finished.loaded and any(not job.is_store for job in self._jobs.values()):
             self._collect(busy=False, wait_s=IDLE_WAIT_S)
         finished, self._finished = self._finished, Finished()
         return finished
