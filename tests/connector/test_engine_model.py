@@ -524,7 +524,7 @@ def reset_keeps_stores_going(engine: ModelEngine) -> None:
     def forgetful(reset: Callable[[bool], None], is_pause: bool = False) -> None:
         reset(is_pause)
         for state in engine.scheduler.requests.values():
-            state.storing = Storing.ALLOWED
+            state.blocks.storing = Storing.ALLOWED
 
     wrap(engine.scheduler, "reset", forgetful)
 

@@ -163,9 +163,8 @@ class LoadPlanner:
         there, and where these go. Tokens to which the next one does not attend have null blocks."""
         ids: list[int] = []
         spans, sizes, firsts = [], [], []
-        layout, tables = self.jobs.layout, blocks.get_block_ids()
-        by_group = layout.parts.of_groups(tables) if layout.parts.is_divided else tables
-        for group, table in zip(layout.groups, by_group, strict=True):
+        layout = self.jobs.layout
+        for group, table in zip(layout.groups, layout.parts.of_groups(blocks.get_block_ids()), strict=True):
             first = (group.skipped_tokens(end) if group.state else computed) // group.device_block_size
             last = min(-(-end // group.device_block_size), len(table))
             while first < last and table[first] == NULL_BLOCK:

@@ -83,7 +83,7 @@ def _look_up(lookups: Lookups, state: RequestState, computed: int) -> Match:
             state.bind(known)
     if state.origin is None:
         return Match(lookups.contents, computed)
-    state.extend_keys()
+    state.blocks.extend_keys()
     if not state.may_load:
         _touch(lookups, state)
         # The first block behind what the device has was not looked up.
@@ -109,24 +109,18 @@ def _look_up(lookups: Lookups, state: RequestState, computed: int) -> Match:
     if not is_worth:
         return Match(lookups.contents, computed)
     may_wait = state.lookup.num_waits < MAX_WAITS_PER_REQUEST
-    hit = _longest(lookups, state, computed, may_wait)
+    hit = longest(lookups, state, computed, may_wait)
     is_early = not hit.is_known or (hit.end > computed and _is_any_loading(lookups, state, computed, hit.end))
     if is_early and (wait := _wait(lookups, state, computed)):
         return wait
     if not hit.is_known:
         # It may not wait any longer.
-        hit = _longest(lookups, state, computed, may_wait=False)
+        hit = longest(lookups, state, computed, may_wait=False)
     leaving = lookups.leaving
     if leaving is not None and leaving.bring_back(state, hit.end) and (wait := _wait(lookups, state, computed)):
         return wait
     tokens = last_loadable(state, hit.end) - computed if hit.end - computed >= layout.align else 0
     return Match(lookups.contents, computed, tokens, hit)
-
-
-def _longest(lookups: Lookups, state: RequestState, computed: int, may_wait: bool) -> Hit:
-    """If the request may not wait, only blocks that can be loaded now count, and lower tiers are not asked."""
-    context = state.context if may_wait else replace(state.context, may_wait=False)
-    return longest(HitSearch(lookups.jobs.manager, lookups.jobs.layout, state, computed, context))
 
 
 def _touch(lookups: Lookups, state: RequestState) -> None:
@@ -197,14 +191,15 @@ class HitSearch(NamedTuple):
     context: ReqContext
 
 
-def longest(search: HitSearch) -> Hit:
-    """Returns the longest hit of a request.
+def longest(lookups: Lookups, state: RequestState, computed: int, may_wait: bool) -> Hit:
+    """Returns the longest hit of a request. If it may not wait, lower tiers are not asked.
 
     Full-attention groups need every block from ``computed`` on, the others only those that the next token attends
     to, and states exactly the one at its end. Each group's answer shortens the next one's question until all agree.
     """
-    end = most_end(search.layout, search.state)
-    if not search.layout.states:
+    context, layout = state.context if may_wait else replace(state.context, may_wait=False), lookups.jobs.layout
+    search, end = HitSearch(lookups.jobs.manager, layout, state, computed, context), most_end(layout, state)
+    if not layout.states:
         return _agreed(search, end)
     hit = _with_states(search, end)
     return _explained(search, hit, end) if hit.is_known and hit.end < end else hit

@@ -179,7 +179,7 @@ class RequestObserver:
         if not any(state.blocks.tables):
             self.planned_last_stores([state])
         if self.recorder is not None and record is not None:
-            state.extend_keys()
+            state.blocks.extend_keys()
             self.recorder.add(
                 state.observed.arrived,
                 record,

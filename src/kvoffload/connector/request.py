@@ -175,13 +175,12 @@ class RequestState:
     has_given_up: bool = False
     """Whether nothing is loaded or stored for it: its adapter is not known or has changed, or it may drop tokens."""
     phase: Phase = Phase.WAITING
-    storing: Storing = Storing.ALLOWED
     may_load: bool = True
     num_jobs: int = 0
 
     @property
     def may_store(self) -> bool:
-        return self.options.store and self.storing is not Storing.STALE and self.origin is not None
+        return self.options.store and self.blocks.storing is not Storing.STALE and self.origin is not None
 
     @property
     def has_copied_part(self) -> bool:
@@ -200,14 +199,6 @@ class RequestState:
         self.may_load, self.origin, self.lookup.match = False, None, None
         self.has_given_up = True
 
-    def extend_keys(self) -> bool:
-        """Makes the keys of blocks that became whole. Returns False if those made before were of other tokens."""
-        if self.blocks.extend_keys():
-            return True
-        if self.storing is Storing.REFUSED:
-            self.storing = Storing.ALLOWED
-        return False
-
     def take_match(self) -> Match | None:
         """Called when device blocks were allocated. Returns the lookup since the last time: the engine acts on it."""
         match, self.lookup.match = self.lookup.match, None
@@ -220,8 +211,8 @@ class RequestState:
     def lose_blocks(self, has_new_ones: bool) -> None:
         """Called when the request was preempted. ``has_new_ones``: device blocks were allocated to it again since."""
         self.blocks.clear_tables()
-        if self.storing is Storing.STALE:
-            self.storing = Storing.ALLOWED
+        if self.blocks.storing is Storing.STALE:
+            self.blocks.storing = Storing.ALLOWED
             self.blocks.restart_stores()
         if not has_new_ones:
             self.blocks.loaded = None
@@ -234,7 +225,7 @@ class RequestState:
         self.lookup.match = None
         self.blocks.stored.clear()
         self.blocks.restart_stores()
-        self.storing = Storing.ALLOWED if self.phase is Phase.WAITING else Storing.STALE
+        self.blocks.storing = Storing.ALLOWED if self.phase is Phase.WAITING else Storing.STALE
 
 
 @dataclass(slots=True, eq=False)
@@ -263,8 +254,8 @@ class RequestBlocks:
     """No block becomes due before this many tokens are computed."""
     stored_end: int = 0
     """The end, in tokens, of the blocks in its present tables that were given to ``prepare_store`` or noted."""
-    _num_hashes: int = 0
-    _last_hash: BlockHash = b""
+    storing: Storing = Storing.ALLOWED
+    _hashed: tuple[int, BlockHash] = 0, b""
     """The block hashes of which keys were made: their number and the last one."""
 
     def __post_init__(self) -> None:
@@ -283,20 +274,22 @@ class RequestBlocks:
     def extend_keys(self) -> bool:
         """Makes the keys of blocks that became whole. If the engine has taken tokens back and given others, all keys
         are made again and False is returned: what was stored or refused belongs to other tokens."""
-        request, layout, is_same = self.request, self.layout, True
+        request, layout, is_same, (before, last) = self.request, self.layout, True, self._hashed
         hashes = request.block_hashes
-        num_hashes, before = len(hashes), self._num_hashes
+        num_hashes = len(hashes)
         # Hashes are chained, so the last one shows whether any has changed.
-        has_changed = num_hashes < before or (before and hashes[before - 1] != self._last_hash)
+        has_changed = num_hashes < before or (before and hashes[before - 1] != last)
         if has_changed or layout.ahead:
             # No hash may cover the tokens after a block yet.
             is_same = not self.has_other_tokens(None if has_changed else layout.ahead)
             if not is_same:
                 self.keys = tuple([] for _ in layout.groups)
                 self.restart_stores()
+                if self.storing is Storing.REFUSED:
+                    self.storing = Storing.ALLOWED
         elif num_hashes == before:
             return True
-        self._num_hashes, self._last_hash = num_hashes, hashes[-1] if num_hashes else b""
+        self._hashed = num_hashes, hashes[-1] if num_hashes else b""
         layout.extend_keys(self.keys, request, self.namespace)
         return is_same
 
@@ -493,6 +486,6 @@ class QueuedRequests:
             state = self.expected[req_id] = self.make(request)
             keys, layout = state.blocks.keys, self.engine.layout
             if state.may_load and state.adapter is None and len(keys) == 1:
-                state.extend_keys()
+                state.blocks.extend_keys()
                 end = layout.num_final(0, min(request.num_tokens - 1, state.options.max_tokens))
                 manager.expect(keys[0][:end], state.context)

@@ -105,6 +105,6 @@ class BlockOrigins:
             return
         origin = None if state is None else state.origin
         if state is not None and any(origins.get(block, self._others) != origin for block in found - {NULL_BLOCK}):
-            state.storing = Storing.STALE
-        is_sound = state is not None and state.storing is not Storing.STALE
+            state.blocks.storing = Storing.STALE
+        is_sound = state is not None and state.blocks.storing is not Storing.STALE
         origins.update(dict.fromkeys(new, origin if is_sound else None))

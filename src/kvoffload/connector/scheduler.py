@@ -334,9 +334,7 @@ class OffloadingConnectorScheduler:
     def _state(self, request: Request) -> RequestState:
         state = self.requests.get(request.request_id)
         if state is None:
-            is_noted = self.queued.new or self.queued.expected
-            state = (self.queued.take(request) if is_noted else None) or self.queued.make(request)
-            self.requests[request.request_id] = state
+            state = self.requests[request.request_id] = self.queued.take(request) or self.queued.make(request)
             self.observer.begin(state)
         return state
 

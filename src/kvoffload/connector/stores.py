@@ -123,7 +123,7 @@ class StorePlanner:
                     state.blocks.add_to_tables(new)
                 else:
                     if is_tracking and state.has_copied_part:
-                        state.storing = Storing.STALE
+                        state.blocks.storing = Storing.STALE
                     found, new = state.blocks.replace_tables(new)
                 if req_id in replaced or req_id not in self._due:
                     self._due.add(req_id, 1)
@@ -177,12 +177,14 @@ class StorePlanner:
     def _stored_in_the_end(self, state: RequestState) -> list[OffloadKey]:
         """Returns the blocks of a request that has ended which host memory has, or gets with its last ones."""
         blocks, num_computed = state.blocks, state.request.num_computed_tokens
-        state.extend_keys()
+        state.blocks.extend_keys()
         # What has left host memory since is stored again.
         blocks.restart_stores()
         blocks.loaded = None
         due = self.due_of(state, num_computed, num_computed)
-        coming = set() if due is None or state.storing is Storing.REFUSED else {block.key for block in due.blocks}
+        coming = (
+            set() if due is None or state.blocks.storing is Storing.REFUSED else {block.key for block in due.blocks}
+        )
         keys = blocks.computed_keys()
         found = self._manager.lookup_each(keys, replace(state.context, may_wait=False))
         return [key for key, is_there in zip(keys, found, strict=True) if is_there or key in coming]
@@ -291,7 +293,7 @@ class StorePlanner:
                 continue
             if not (blocks := self._states_of(state, offered, self._keeper)):
                 continue
-            is_refused = state.storing is Storing.REFUSED
+            is_refused = state.blocks.storing is Storing.REFUSED
             if (output := self._offer([Due(state, blocks, state.blocks.next_store)])) is None:
                 self._jobs.refuse_store()
             elif not is_refused:
@@ -304,7 +306,7 @@ class StorePlanner:
         """Returns those of the ``offered`` states of a request that are stored: all groups' or none at a position."""
         if state.phase is Phase.LOADING or not state.may_store:
             return []
-        state.extend_keys()
+        state.blocks.extend_keys()
         layout, keys = self._layout, state.blocks.keys
         found: dict[int, list[Block]] = {}
         for g, device_block, end in offered:
@@ -321,7 +323,7 @@ class StorePlanner:
         is_early = num_computed < blocks.store_at or state.request.num_tokens < blocks.store_at
         if is_early or state.phase is Phase.LOADING or not state.may_store:
             return None
-        if not state.extend_keys() and self.leaving is not None:
+        if not state.blocks.extend_keys() and self.leaving is not None:
             self.leaving.drop_tables(state)
         return Due(state, *blocks.due(num_computed, num_before))
 
@@ -343,7 +345,7 @@ class StorePlanner:
             # over, is stored whatever it seems to be worth.
             block, options = due.blocks[0], due.state.options
             is_whole = len(block.device_blocks) == groups[block.group].block_size_factor
-            is_apart = options.retain_s or options.remote_decode or due.state.storing is Storing.REFUSED
+            is_apart = options.retain_s or options.remote_decode or due.state.blocks.storing is Storing.REFUSED
             (single if len(due.blocks) == 1 and is_whole and not is_apart else chains).append(due)
         if len(single) > 1 and self._offer(single):
             single = []
@@ -354,7 +356,7 @@ class StorePlanner:
     def _offer(self, dues: list[Due]) -> PrepareStoreOutput | None:
         """Makes one job of the blocks that the manager takes. Returns None, and changes nothing, if it has no room."""
         keys, context = [block.key for due in dues for block in due.blocks], dues[0].state.context
-        offer = Offer.BEHIND_REFUSED if dues[0].state.storing is Storing.REFUSED else Offer.COMPUTED
+        offer = Offer.BEHIND_REFUSED if dues[0].state.blocks.storing is Storing.REFUSED else Offer.COMPUTED
         output = self._manager.prepare_store(keys, context if len(dues) == 1 else None, offer)
         if output is None:
             return None
@@ -373,6 +375,6 @@ class StorePlanner:
                     states[state] = None
                     blocks.stored.append(key)
                 elif key in refused and block.group not in self._layout.states:
-                    state.storing = Storing.REFUSED
+                    state.blocks.storing = Storing.REFUSED
         self._jobs.add_store(new, output, list(states))
         return output
