@@ -23,8 +23,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Digests: TypeAlias = frozenset[bytes]
-"""One adapter's digest on each rank; empty if it cannot be read. No rank has that of another, so a mixture of two
-adapters is a subset of neither."""
+"""One adapter's digest on each rank, all different: a mixture of two is a subset of neither. Empty: unreadable."""
 DROPPED = b""
 """Stands for the digest of an adapter that is not loaded any more."""
 UNREADABLE = b"unreadable"
@@ -83,15 +82,13 @@ class AdapterWatch(Protocol):
         """Asks for the digest of the bytes that the next step with ``adapter`` uses. Does not wait for files."""
 
     def answers(self, wait_s: float = 0.0) -> Mapping[int, bytes]:
-        """Returns the digests found since the last call, by question; UNREADABLE if there is none. Waits at most
-        ``wait_s`` for one if there are questions."""
+        """Returns the new digests by question, UNREADABLE if there is none. Waits at most ``wait_s`` for an answer."""
 
     def digest(self, number: int) -> bytes:
         """Returns the digest of a loaded adapter as of the last call of ``changes``; DROPPED if it is not loaded."""
 
     def check(self, need: AdapterNeed) -> Future[bool]:
-        """Finds out whether the next step with an adapter will use bytes that have one of these digests, as far as is
-        known. Does not wait for files."""
+        """Finds out, as far as is known, if an adapter's next step uses bytes of these digests. Waits for no file."""
 
 
 def variant(digests: Digests) -> bytes:
@@ -196,8 +193,7 @@ class AdapterDigests:
     def _forget(self, key: Adapter) -> None:
         """Forgets what is known or asked, and makes the requests that wait for it look again."""
         self._known.pop(key, None)
-        question = self._asked.pop(key, None)
-        if question is not None:
+        if (question := self._asked.pop(key, None)) is not None:
             self.jobs.meta.questions.pop(question.number, None)
         self.jobs.changes.contents += 1
         self.jobs.changes.wakeups += 1

@@ -131,18 +131,15 @@ def _make_manager(
     )
     if not tiers:
         return host
-    return TieredOffloadingManager(
-        host,
-        [tier for tier, _ in tiers],
-        TieringSettings(
-            groups,
-            lookup_deadline_ms=config.lookup_deadline_ms,
-            load_deadline_ms=config.load_deadline_ms,
-            load_only_if_faster=config.load_only_if_faster,
-            tiers=[settings(entry) for _, entry in tiers],
-            tenants=tenants,
-        ),
+    tiering = TieringSettings(
+        groups,
+        lookup_deadline_ms=config.lookup_deadline_ms,
+        load_deadline_ms=config.load_deadline_ms,
+        load_only_if_faster=config.load_only_if_faster,
+        tiers=[settings(entry) for _, entry in tiers],
+        tenants=tenants,
     )
+    return TieredOffloadingManager(host, [tier for tier, _ in tiers], tiering)
 
 
 def _is_pool(pool: object) -> bool:
@@ -157,9 +154,7 @@ class _HostPools:
 
     def __init__(self, engine: EngineSpec, pools: Sequence[ByteArray | PoolHandle]) -> None:
         if not isinstance(pools, Sequence) or not pools:
-            raise ConfigError(
-                "pools must be a list that is not empty: pass the bytes or the handle of one pool per rank"
-            )
+            raise ConfigError("pools must be a list that is not empty: pass the bytes or handle of one pool per rank")
         for pool in pools:
             if not _is_pool(pool):
                 data = "HostPool.data, writable bytes of shape (num_blocks, slot_bytes) with a block at least"
@@ -228,8 +223,7 @@ class _HostPools:
         return self.device_blocks * align // (sum(align // size for size in sizes) or len(groups))
 
     def describe(self, is_exclusive: bool) -> str:
-        """Describes the pools for the log: "8 GiB = 65,536 tokens, 4.1x the device cache", or "8 GiB = 65,536 tokens
-        beyond the device's 16,000"."""
+        """Describes the pools: "8 GiB = 65,536 tokens, 4.1x the device cache", or "... beyond the device's 16,000"."""
         tokens = self.layout.chains.tokens(self.num_blocks)
         text, num_pools = format_bytes(self.num_blocks * self.block_bytes), len(self._pools)
         if self.num_workers > num_pools:
@@ -252,8 +246,7 @@ class _HostPools:
 
 
 def _make_recorder(config: OffloadConfig, pools: _HostPools, contents: HostContents) -> TraceRecorder | None:
-    """Returns the recorder of the trace that ``config`` asks for. Each of several engines has a file of its own. Raises
-    ConfigError if it cannot be written."""
+    """Returns the recorder of the trace that ``config`` asks for, one per engine. Raises ConfigError for a bad path."""
     if config.record_trace is None:
         return None
     path, engine = Path(config.record_trace), pools.engine

@@ -100,8 +100,7 @@ class EngineSpec:
         words = self.identity
         if not isinstance(words, Mapping) or not all(isinstance(word, str) for item in words.items() for word in item):
             raise ConfigError("identity", words, 'must be a mapping of strings, such as {"dtype": "bfloat16"}')
-        layout = KeyLayout(self.groups, self.hash_block_size, self.following, self.parts)
-        object.__setattr__(self, "layout", layout)
+        object.__setattr__(self, "layout", KeyLayout(groups, self.hash_block_size, self.following, parts))
 
     @property
     def why_inclusive(self) -> str | None:

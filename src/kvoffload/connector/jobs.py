@@ -167,8 +167,7 @@ class JobTable:
         Raises IntegrityError if a job was reported more often than there are workers.
         """
         for job_id, count in report.done.items():
-            job = self.jobs.get(job_id)
-            if job is None:
+            if (job := self.jobs.get(job_id)) is None:
                 continue
             job.num_pending -= count
             job.failed |= job_id in report.failed or (job.is_store and not self.is_current(job))

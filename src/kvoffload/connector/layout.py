@@ -49,6 +49,8 @@ class KeyLayout:
             raise ConfigError("following", None, fault, "pass a function that describes them")
         self._following = following
         self.device_block_sizes = tuple(group.device_block_size for group in groups)
+        self.device_align = math.lcm(*self.device_block_sizes)
+        """Tokens: whole device blocks of all groups end at multiples of it."""
         self.block_tokens = tuple(group.block_tokens for group in groups)
         self.chains = ChainLayout(groups)
         self.align = self.chains.unit_tokens
@@ -61,11 +63,6 @@ class KeyLayout:
         self._suffixes = tuple(make_offload_key(b"", g) for g in range(len(groups)))
         self.traced = self.full[0] if self.full else 0
         """The group whose blocks are recorded in a trace."""
-
-    @property
-    def device_align(self) -> int:
-        """Tokens: whole device blocks of all groups end at multiples of it."""
-        return math.lcm(*self.device_block_sizes)
 
     def num_named(self, g: int, request: Request) -> int:
         """Returns the number of blocks of group ``g`` that have a key."""

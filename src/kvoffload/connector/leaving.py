@@ -137,7 +137,7 @@ class LeavingBlocks:
 
     def _look_ahead(self, next_free: NextFree, most: int) -> None:
         """Makes the jobs for what leaves the device next, unless that was looked at."""
-        share = max(1, int(len(self.device) * AHEAD_SHARE))
+        share = max(1, int(len(self.device.latest) * AHEAD_SHARE))
         expected = min(sum(self._expected.values()), self.piece_blocks)
         if self._num_looked >= max(min(self._num_ahead, share), expected) and not self._looks_ahead:
             return
@@ -168,7 +168,7 @@ class LeavingBlocks:
         more (its cache was emptied, or names another copy). The next step stores it and those behind it for a load."""
         sizes, keys = self._jobs.layout.block_tokens, state.blocks.keys
         behind = keys[0][end // sizes[0] :]
-        if end + sizes[0] >= state.request.num_tokens or not behind or behind[0] not in self.device:
+        if end + sizes[0] >= state.request.num_tokens or not behind or behind[0] not in self.device.latest:
             return False
         if state.lookup.brought_back == behind[0]:
             return self._jobs.manager.explain_miss(behind[0]).reason is MissReason.BEING_WRITTEN

@@ -146,7 +146,7 @@ class LoadPlanner:
         broken[request.request_id] = []
         # The input that raised before may raise again, and must not reach the engine.
         with contextlib.suppress(Exception):
-            device = self.device_spec(blocks, computed, computed + num_tokens)[1]
+            _, device = self.device_spec(blocks, computed, computed + num_tokens)
             broken[request.request_id] = device.block_ids.tolist()
 
     def leave_to_others(self, state: RequestState, blocks: KVBlocks) -> None:

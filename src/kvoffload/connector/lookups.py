@@ -37,9 +37,8 @@ NOTHING_COMES = (
 
 @dataclass(slots=True, eq=False)
 class Lookups:
-    """What lookups ask and remember. A request waits for blocks that are being loaded for another request, for a lower
-    tier, for the digest of its adapter, for blocks that the engine has forgotten on the device, and, after a reset, for
-    the comparison of the weights: each time at most ``deadline_s``."""
+    """What lookups ask and remember. A request waits at most ``deadline_s`` for a load of another, a lower tier, the
+    digest of its adapter, blocks that the engine has forgotten on the device, or after a reset for the weights."""
 
     jobs: JobTable
     keys_loading: Mapping[OffloadKey, int]
@@ -279,9 +278,8 @@ def _agreed(search: HitSearch, end: int) -> Hit:
                 found = (first + hits) * size
                 end, missed = found // layout.align * layout.align, keys[g][found // size]
     while known and end > computed and (gap := _first_gap(search, end)) is not None:
-        start, g, ordinal, is_missing = gap
-        missed, known = keys[g][ordinal], is_missing
-        end = start // layout.align * layout.align
+        start, g, ordinal, known = gap
+        missed, end = keys[g][ordinal], start // layout.align * layout.align
     return Hit(max(end, computed) if known else computed, missed, known)
 
 

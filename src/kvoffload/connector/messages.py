@@ -74,8 +74,8 @@ class WorkerReport:
     answers: dict[int, list[bytes]] = field(default_factory=dict)
     """By question, the digest that each worker has found."""
     adapters: dict[int, set[bytes]] = field(default_factory=dict)
-    """Digests of adapters that workers have loaded, or have computed with although ``computes_with`` says otherwise, by
-    their number; DROPPED if one is not loaded any more."""
+    """Digests of adapters that workers have loaded, or computed with against ``computes_with``, by number; DROPPED if
+    one is not loaded any more."""
     changed_at: int = -1
     """The epoch in which a worker found that its weights have changed; -1 if none did."""
 

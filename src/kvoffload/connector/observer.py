@@ -180,16 +180,10 @@ class RequestObserver:
             self.planned_last_stores([state])
         if self.recorder is not None and record is not None:
             state.blocks.extend_keys()
-            self.recorder.add(
-                state.observed.arrived,
-                record,
-                state.blocks.keys[self.layout.traced],
-                request.num_tokens,
-                request.num_computed_tokens,
-                {"session": options.session, "tenant": options.tenant or state.observed.tenant},
-                state.observed.prefill,
-                state.context.hints,
-            )
+            keys, observed, hints = state.blocks.keys[self.layout.traced], state.observed, state.context.hints
+            num_tokens = request.num_tokens, request.num_computed_tokens
+            names = {"session": options.session, "tenant": options.tenant or observed.tenant}
+            self.recorder.add(observed.arrived, record, keys, *num_tokens, names, observed.prefill, hints)
 
     def planned_last_stores(self, states: Iterable[RequestState]) -> None:
         """Called for requests that have ended, once the stores of their last blocks have begun."""
@@ -295,8 +289,7 @@ class RequestObserver:
             self._make_spans(state)
 
     def stored(self, job: Job) -> None:
-        """Counts the blocks of a store, which can be loaded now. Adds their tokens to the records of their requests,
-        and logs those of requests that have ended. Old records are not kept."""
+        """Counts the blocks of a store, which can be loaded now, also in records; logs those of ended requests."""
         self.metrics.add("store_blocks", len(job.lease.slots))
         records, traced, block_tokens = self.records, self.layout.traced, self.layout.block_tokens[self.layout.traced]
         num_gone = self._num_records - len(records)

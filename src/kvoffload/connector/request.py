@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from kvoffload.connector.resets import BlockOrigins
 
 MAX_BLOCKS_PER_STEP = 8192
-"""Blocks per request and group that one step stores. A step computes fewer, so only a very long hit in the engine's own
-cache takes several steps to be stored, and none of them takes long."""
+"""Blocks per request and group that one step stores. Only a very long hit in the engine's own cache has more."""
 MAX_QUEUED = 1024
 """Requests that are noted. Those that come while there are more are not read ahead."""
 NEW_PER_STEP = 4
@@ -307,8 +306,7 @@ class RequestBlocks:
         return self.keys[0] if len(self.keys) == 1 else self._merged(range(len(self.keys)))
 
     def used_keys(self, state_ends: Collection[int]) -> list[OffloadKey]:
-        """Returns the same without states, except those after ``state_ends`` tokens, boundaries of the layout. A state
-        comes after the blocks that end where it does."""
+        """Returns the same without states, except those after ``state_ends`` tokens, each behind the blocks there."""
         layout = self.layout
         if not layout.states:
             return self.keys_in_order()
@@ -340,10 +338,6 @@ class RequestBlocks:
             return merged + [key for keys in rest for key in keys if key is not None]
         ends = sorted(((i + 1) * sizes[g], g, i) for g in groups for i in range(len(self.keys[g])))
         return [self.keys[g][i] for _, g, i in ends]
-
-    def add_to_tables(self, tables: Sequence[Sequence[int]]) -> None:
-        for mine, new in zip(self.tables, tables, strict=True):
-            mine.extend(new)
 
     def replace_tables(self, tables: Sequence[Sequence[int]]) -> tuple[list[Sequence[int]], tuple[Sequence[int], ...]]:
         """Takes a whole new table per group. Returns the device blocks of computed tokens, and the others."""
@@ -424,9 +418,8 @@ class RequestBlocks:
 
 @dataclass(eq=False)
 class QueuedRequests:
-    """Makes the states of requests. Those that the engine has announced, and does not look up in its next step, are
-    announced to a manager with lower tiers in their order, except for models with several KV cache groups, and
-    requests with adapters."""
+    """Makes the states of requests. Announces to a manager with lower tiers, in order, those that the engine has queued
+    and does not look up in its next step, except with several KV cache groups or an adapter."""
 
     manager: OffloadingManager
     engine: EngineSpec
@@ -479,13 +472,12 @@ class QueuedRequests:
 
     def read_ahead(self) -> None:
         """Called in every step, after its lookups."""
-        num_left, manager = NEW_PER_STEP, self.manager
-        while isinstance(manager, TieredManager) and self.new and num_left:
+        manager = self.manager
+        for _ in range(min(NEW_PER_STEP, len(self.new))):
             req_id, request = self.new.popitem(last=False)
-            num_left -= 1
             state = self.expected[req_id] = self.make(request)
             keys, layout = state.blocks.keys, self.engine.layout
-            if state.may_load and state.adapter is None and len(keys) == 1:
+            if isinstance(manager, TieredManager) and state.may_load and state.adapter is None and len(keys) == 1:
                 state.blocks.extend_keys()
                 end = layout.num_final(0, min(request.num_tokens - 1, state.options.max_tokens))
                 manager.expect(keys[0][:end], state.context)

@@ -268,8 +268,7 @@ class OffloadingConnectorScheduler:
         with the same request to the server that is to go on. The answer to a client that has sent options says, under
         the key PARAM, what its request has found and had retained, or with ``do_remote_decode`` repeats the options.
         """
-        state = self.requests.pop(request.request_id, None)
-        if state is None:
+        if (state := self.requests.pop(request.request_id, None)) is None:
             if (queued := self.queued.take(request)) is not None:
                 self.manager.release_request(queued.context)
             return False, None
@@ -332,8 +331,7 @@ class OffloadingConnectorScheduler:
             logger.exception("kvoffload: shutting down failed")
 
     def _state(self, request: Request) -> RequestState:
-        state = self.requests.get(request.request_id)
-        if state is None:
+        if (state := self.requests.get(request.request_id)) is None:
             state = self.requests[request.request_id] = self.queued.take(request) or self.queued.make(request)
             self.observer.begin(state)
         return state

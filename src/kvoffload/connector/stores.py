@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from kvoffload.abc import BoundaryState, Offer, OffloadKey, PrepareStoreOutput, Retained, ScheduledStep, TieredManager
 from kvoffload.connector.handover import SERVER_CHARS, Handover, name_of
@@ -24,8 +25,7 @@ TOGETHER_SHARE = 1 / 8
 """A block waits for others for at most this share of its tokens."""
 
 
-@dataclass(slots=True, eq=False)
-class Due:
+class Due(NamedTuple):
     """Blocks of a request to store, and its ``next_store`` after it."""
 
     state: RequestState
@@ -119,12 +119,13 @@ class StorePlanner:
             found: Sequence[Sequence[int]] = ()
             if state is not None:
                 state.filled.of_others = frozenset()
-                if req_id not in replaced:
-                    state.blocks.add_to_tables(new)
-                else:
+                if req_id in replaced:
                     if is_tracking and state.has_copied_part:
                         state.blocks.storing = Storing.STALE
                     found, new = state.blocks.replace_tables(new)
+                else:
+                    for table, more in zip(state.blocks.tables, new, strict=True):
+                        table.extend(more)
                 if req_id in replaced or req_id not in self._due:
                     self._due.add(req_id, 1)
             for of_group in new:
@@ -233,7 +234,8 @@ class StorePlanner:
                 used = blocks.used_keys(blocks.state_ends) if self._layout.states else chain
                 self._manager.end_chain(used, blocks.stored, state.context, chain)
                 if self.leaving is not None and state.context.hints is None:
-                    self._manager.note_device(held=self.leaving.device.having(chain))
+                    held = self.leaving.device.latest
+                    self._manager.note_device(held=[key for key in chain if key in held])
 
     def store_running(self, scheduled: Mapping[str, int], requests: Mapping[str, RequestState]) -> None:
         """Makes the jobs for blocks that are completed by a step which computes these numbers of tokens."""
@@ -294,9 +296,8 @@ class StorePlanner:
             if not (blocks := self._states_of(state, offered, self._keeper)):
                 continue
             is_refused = state.blocks.storing is Storing.REFUSED
-            if (output := self._offer([Due(state, blocks, state.blocks.next_store)])) is None:
-                self._jobs.refuse_store()
-            elif not is_refused:
+            output = self._offer([Due(state, blocks, state.blocks.next_store)])
+            if output is not None and not is_refused:
                 # A state that was refused takes the place of no other.
                 present = [block for block in blocks if block.key not in output.refused_keys]
                 if superseded := self._keeper.stored(state, present, frozenset(output.keys_to_store)):
@@ -350,8 +351,7 @@ class StorePlanner:
         if len(single) > 1 and self._offer(single):
             single = []
         for due in [*chains, *single]:
-            if self._offer([due]) is None:
-                self._jobs.refuse_store()
+            self._offer([due])
 
     def _offer(self, dues: list[Due]) -> PrepareStoreOutput | None:
         """Makes one job of the blocks that the manager takes. Returns None, and changes nothing, if it has no room."""
@@ -359,6 +359,9 @@ class StorePlanner:
         offer = Offer.BEHIND_REFUSED if dues[0].state.blocks.storing is Storing.REFUSED else Offer.COMPUTED
         output = self._manager.prepare_store(keys, context if len(dues) == 1 else None, offer)
         if output is None:
+            # Those of several requests are offered one by one next.
+            if len(dues) == 1:
+                self._jobs.refuse_store()
             return None
         refused = frozenset(output.refused_keys)
         new, states = list[tuple[int, RequestState, Block]](), dict[RequestState, None]()

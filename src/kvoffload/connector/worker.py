@@ -182,13 +182,11 @@ class OffloadingConnectorWorker:
         finally:
             self.end_step(meta)
             self.get_finished(meta)
-            report = self.take_report()
-            if report is not None:
+            if (report := self.take_report()) is not None:
                 send_report(report)
 
     def begin_step(self, meta: StepMeta) -> None:
-        """Begins a step: submits the stores of the previous step, and those of this one whose device blocks have left
-        their requests, and completes the fenced ones."""
+        """Submits the stores of the previous step, and of blocks that have left requests; completes the fenced ones."""
         try:
             self._check_weights(meta)
         except Exception:
@@ -211,8 +209,7 @@ class OffloadingConnectorWorker:
                 self._jobs[job_id].may_retry = False
 
     def start_loads(self, meta: StepMeta) -> None:
-        """Starts the loads of the step, or lets them wait for the stores that read their device blocks. Nothing uses
-        these before the loads are reported."""
+        """Starts the loads of the step, or lets them wait for the stores that read their device blocks."""
         for job_id, spec in meta.loads.items():
             job = self._jobs[job_id] = _PendingJob(spec, False, self._epoch, self.weights.latest)
             job.need, job.piece = meta.needs.get(job_id), meta.pieces.get(job_id)
@@ -324,8 +321,7 @@ class OffloadingConnectorWorker:
         self._unsubmitted.clear()
 
     def _submit(self, job_id: int) -> None:
-        job = self._jobs.get(job_id)
-        if job is None:
+        if (job := self._jobs.get(job_id)) is None:
             return
         if self._broken or self._suspended or self._is_outdated(job):
             self._end(TransferResult(job_id, ok=False))
@@ -362,8 +358,7 @@ class OffloadingConnectorWorker:
         except Exception:
             self._give_up()
         for result in ended:
-            job = self._jobs.get(result.job_id)
-            if job is None:
+            if (job := self._jobs.get(result.job_id)) is None:
                 continue
             if self._suspended and not job.is_store:
                 # The device blocks that it has filled are about to lose their memory.
