@@ -78,8 +78,8 @@ class EventDescriptions:
 
     def add_to(self, events: Iterable[OffloadingEvent]) -> list[OffloadingEvent]:
         """Returns all events since the last call with descriptions."""
-        of = self._describe
-        described = [event if event.removed else replace(event, blocks=[*map(of, event.keys)]) for event in events]
+        describe = self._describe
+        described = [each if each.removed else replace(each, blocks=[*map(describe, each.keys)]) for each in events]
         self._stored.clear()
         return described
 
@@ -238,12 +238,8 @@ class RequestObserver:
             saved_s=saved_s,
         )
         if miss is not None:
-            record.reason, record.age_s, record.missed_in, record.policy = (
-                miss.reason,
-                miss.age_s,
-                miss.tier,
-                miss.policy,
-            )
+            record.reason, record.age_s, record.policy = miss.reason, miss.age_s, miss.policy
+            record.missed_in = miss.tier
         state.observed.record, state.observed.number = record, self._num_records
         self._num_records += 1
         self.records.append(record)

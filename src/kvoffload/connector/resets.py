@@ -73,7 +73,7 @@ class PausedContents:
 
 
 class BlockOrigins:
-    """Device blocks filled since the last reset, from nothing computed before it, each with the adapter that did it.
+    """Device blocks filled since the last reset, from nothing computed before it, each with the adapter of its KV.
 
     The engine's own cache may hold KV of weights that are gone, of other bytes under the name of an adapter, and of
     other tokens than their names say (``EngineSpec.drops_tokens``). A request that continues from such blocks must

@@ -178,14 +178,13 @@ class StorePlanner:
     def _stored_in_the_end(self, state: RequestState) -> list[OffloadKey]:
         """Returns the blocks of a request that has ended which host memory has, or gets with its last ones."""
         blocks, num_computed = state.blocks, state.request.num_computed_tokens
-        state.blocks.extend_keys()
+        blocks.extend_keys()
         # What has left host memory since is stored again.
         blocks.restart_stores()
         blocks.loaded = None
         due = self.due_of(state, num_computed, num_computed)
-        coming = (
-            set() if due is None or state.blocks.storing is Storing.REFUSED else {block.key for block in due.blocks}
-        )
+        is_refused = blocks.storing is Storing.REFUSED
+        coming = set() if due is None or is_refused else {block.key for block in due.blocks}
         keys = blocks.computed_keys()
         found = self._manager.lookup_each(keys, replace(state.context, may_wait=False))
         return [key for key, is_there in zip(keys, found, strict=True) if is_there or key in coming]
