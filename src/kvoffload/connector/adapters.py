@@ -207,8 +207,7 @@ def _has_changed(state: RequestState, report: WorkerReport) -> bool:
 
 
 class AdapterChecks:
-    """Reports which bytes the adapters of one rank have. Without ``watch``, or after its error, none can be read, and a
-    load that needs one fails."""
+    """Reports which bytes one rank's adapters have. Without ``watch``, or after its error, loads that need one fail."""
 
     def __init__(self, watch: AdapterWatch | None) -> None:
         self.watch = watch

@@ -273,8 +273,8 @@ class RequestBlocks:
     def extend_keys(self) -> bool:
         """Makes the keys of blocks that became whole. If the engine has taken tokens back and given others, all keys
         are made again and False is returned: what was stored or refused belongs to other tokens."""
-        request, layout, is_same, (before, last) = self.request, self.layout, True, self._hashed
-        hashes = request.block_hashes
+        request, layout, is_same = self.request, self.layout, True
+        hashes, (before, last) = request.block_hashes, self._hashed
         num_hashes = len(hashes)
         # Hashes are chained, so the last one shows whether any has changed.
         has_changed = num_hashes < before or (before and hashes[before - 1] != last)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 from kvoffload.abc import BoundaryState, Offer, OffloadKey, PrepareStoreOutput, Retained, ScheduledStep, TieredManager
 from kvoffload.connector.handover import SERVER_CHARS, Handover, name_of
@@ -25,7 +24,8 @@ TOGETHER_SHARE = 1 / 8
 """A block waits for others for at most this share of its tokens."""
 
 
-class Due(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Due:
     """Blocks of a request to store, and its ``next_store`` after it."""
 
     state: RequestState
@@ -325,7 +325,8 @@ class StorePlanner:
             return None
         if not state.blocks.extend_keys() and self.leaving is not None:
             self.leaving.drop_tables(state)
-        return Due(state, *blocks.due(num_computed, num_before))
+        found, next_store = blocks.due(num_computed, num_before)
+        return Due(state, found, next_store)
 
     def _store(self, dues: list[Due]) -> None:
         """Makes the jobs for all blocks that there is room for. Single blocks, as decoding completes them, share one if
