@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -217,7 +218,7 @@ class _HostPools:
     @property
     def device_tokens(self) -> int:
         """How many tokens have all their KV on the device."""
-        groups, align = self.engine.groups, self.layout.device_align
+        groups, align = self.engine.groups, math.lcm(*self.layout.device_block_sizes)
         # States come on top, unless there is nothing else.
         sizes = [group.device_block_size for group in groups if not group.state]
         return self.device_blocks * align // (sum(align // size for size in sizes) or len(groups))

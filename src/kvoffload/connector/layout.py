@@ -49,8 +49,6 @@ class KeyLayout:
             raise ConfigError("following", None, fault, "pass a function that describes them")
         self._following = following
         self.device_block_sizes = tuple(group.device_block_size for group in groups)
-        self.device_align = math.lcm(*self.device_block_sizes)
-        """Tokens: whole device blocks of all groups end at multiples of it."""
         self.block_tokens = tuple(group.block_tokens for group in groups)
         self.chains = ChainLayout(groups)
         self.align = self.chains.unit_tokens

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import compress
@@ -92,7 +93,7 @@ def _look_up(lookups: Lookups, state: RequestState, computed: int) -> Match:
         lookups.paused.must_check = True
         return _wait(lookups, state, computed) or Match(lookups.contents, computed)
     _touch(lookups, state)
-    if computed % (align := layout.device_align):
+    if computed % (align := math.lcm(*layout.device_block_sizes)):
         return Match(lookups.contents, computed)
     # The engine computes less than a block in one step. A load would take a step of its own.
     is_worth = last_loadable(state, most_end(layout, state)) - computed >= align
@@ -171,7 +172,8 @@ def end_handover(lookups: Lookups, state: RequestState, num_found: int) -> None:
         result = "other_name"
         observer.warn(OTHER_NAME)
     else:
-        is_complete = min(handover.tokens, state.request.num_tokens - 1) - num_found < lookups.jobs.layout.device_align
+        num_missing = min(handover.tokens, state.request.num_tokens - 1) - num_found
+        is_complete = num_missing < math.lcm(*lookups.jobs.layout.device_block_sizes)
         result = "complete" if is_complete else "partial" if num_found else "none"
         # A part may be what this server has computed itself.
         lookups.patience.ended(handover.server, is_complete)
