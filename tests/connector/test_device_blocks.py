@@ -148,7 +148,7 @@ def test_what_leaves_for_a_large_load_takes_the_slots_of_what_was_loaded() -> No
     assert case.rig.half.metrics.snapshot()["load_blocks"] == 8
     assert [held[2:4] for held in case.device.get(case.rig.keys(case.first))] == [(1 + i, i) for i in range(7)]
     case.rig.step({case.request: 1}, new={"b": [*case.ids, 9]})
-    assert len(case.device) == 8
+    assert len(case.device.latest) == 8
 
 
 def test_what_is_written_to_in_the_step_is_no_reason_for_pieces() -> None:
@@ -531,7 +531,7 @@ def test_the_garbage_collector_visits_no_object_per_device_block() -> None:
             for state in states[: 1 + (i % 2)]:
                 key = state.blocks.namespace + keys[i]
                 assert not device.hold(state, [Block(0, i, key, i, [i + 1])])
-        assert len(device) == num_blocks * 3 // 2
+        assert len(device.latest) == num_blocks * 3 // 2
         # A collection finds out which tuples refer to nothing that it must visit.
         gc.collect()
         gc.collect()

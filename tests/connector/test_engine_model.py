@@ -321,12 +321,12 @@ def watch_the_device(engine: ModelEngine) -> None:
     def watched(step: ScheduledStep) -> StepMeta:
         handed_out = {block for tables in step.block_ids.values() for table in tables for block in table}
         handed_out |= {*scheduler.jobs.handed_out, *loaded_next(scheduler)}
-        before = {key for key in known if key in device and key not in manager.table}
-        early = {key for key in before if device._is_early[device._latest[key]]}
+        before = {key for key in known if key in device.latest and key not in manager.table}
+        early = {key for key in before if device._is_early[device.latest[key]]}
         room = manager.num_available_blocks
         meta = build(step)
         known.update(key for state in scheduler.requests.values() for key in state.blocks.keys[0])
-        left = {key for key in before if key not in device and key not in manager.table}
+        left = {key for key in before if key not in device.latest and key not in manager.table}
         # Some are worth less than others; some were stored before, and have left host memory for others since.
         reasons = {key: manager.explain_miss(key).reason for key in left}
         left = {key for key, why in reasons.items() if why is not MissReason.NOT_ADMITTED}
@@ -337,7 +337,7 @@ def watch_the_device(engine: ModelEngine) -> None:
             raise Lost(f"step {engine.steps}: {len(left)} blocks")
         resets[0] = scheduler.jobs.changes.resets
         duplicates = manager.table.key_of[manager.room.duplicates.holds]
-        if any(key not in device for key in duplicates.tolist()):
+        if any(key not in device.latest for key in duplicates.tolist()):
             raise Kept(f"step {engine.steps}")
         return meta
 
@@ -434,7 +434,7 @@ def loads_do_not_take_device_blocks(engine: ModelEngine) -> None:
         held = {block: device._held[block] for block in loading if block < len(device._held) and device._held[block]}
         meta = build(step)
         for block, each in held.items():
-            device._held[block], device._latest[each[0]] = each, block
+            device._held[block], device.latest[each[0]] = each, block
         return meta
 
     wrap(scheduler, "build_connector_meta", forgetful)
@@ -524,7 +524,7 @@ def reset_keeps_stores_going(engine: ModelEngine) -> None:
     def forgetful(reset: Callable[[bool], None], is_pause: bool = False) -> None:
         reset(is_pause)
         for state in engine.scheduler.requests.values():
-            state.storing = Storing.ALLOWED
+            state.blocks.storing = Storing.ALLOWED
 
     wrap(engine.scheduler, "reset", forgetful)
 

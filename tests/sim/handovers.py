@@ -619,7 +619,7 @@ def name(server: HandoverServer, tokens: Sequence[int], sender: str) -> Handover
     layout = scheduler.layout
     request = EngineRequest("named", list(tokens), 1, server.engine.cache.hash_block_size, 0)
     state = scheduler.queued.make(request)
-    state.extend_keys()
+    state.blocks.extend_keys()
     ahead = max(layout.groups[g].lookahead for g in range(len(layout.groups)))
     handed = (len(tokens) - max(1, ahead)) // layout.align * layout.align
     text = name_of(layout, state.blocks.keys, handed) if handed > 0 else None

@@ -86,7 +86,7 @@ def a_wait_ignores_its_deadline(monkeypatch: pytest.MonkeyPatch) -> type[SharedM
     def wait_for_good(of: lookups.Lookups, state: RequestState, computed: int) -> Match | None:
         if state.lookup.handover is None or state.context.awaited is None or not state.context.awaited.keys:
             return wait(of, state, computed)
-        return Match(of.jobs.changes.wakeups, computed, None, None, math.inf)
+        return Match(of.jobs.changes.wakeups, computed, None, expires=math.inf)
 
     def never_late(search: Any, awaited: Any, *args: Any) -> States:
         search.now = awaited.since

@@ -23,8 +23,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Digests: TypeAlias = frozenset[bytes]
-"""One adapter's digest on each rank; empty if it cannot be read. No rank has that of another, so a mixture of two
-adapters is a subset of neither."""
+"""One adapter's digest on each rank, all different: a mixture of two is a subset of neither. Empty: unreadable."""
 DROPPED = b""
 """Stands for the digest of an adapter that is not loaded any more."""
 UNREADABLE = b"unreadable"
@@ -83,15 +82,13 @@ class AdapterWatch(Protocol):
         """Asks for the digest of the bytes that the next step with ``adapter`` uses. Does not wait for files."""
 
     def answers(self, wait_s: float = 0.0) -> Mapping[int, bytes]:
-        """Returns the digests found since the last call, by question; UNREADABLE if there is none. Waits at most
-        ``wait_s`` for one if there are questions."""
+        """Returns the new digests by question, UNREADABLE if there is none. Waits at most ``wait_s`` for an answer."""
 
     def digest(self, number: int) -> bytes:
         """Returns the digest of a loaded adapter as of the last call of ``changes``; DROPPED if it is not loaded."""
 
     def check(self, need: AdapterNeed) -> Future[bool]:
-        """Finds out whether the next step with an adapter will use bytes that have one of these digests, as far as is
-        known. Does not wait for files."""
+        """Finds out, as far as is known, if an adapter's next step uses bytes of these digests. Waits for no file."""
 
 
 def variant(digests: Digests) -> bytes:
@@ -122,7 +119,6 @@ class AdapterDigests:
     _known: OrderedDict[Adapter, Digests] = field(default_factory=OrderedDict)
     _asked: dict[Adapter, _Question] = field(default_factory=dict)
     """Questions that were not answered by all workers yet, the oldest first."""
-    _unsent: dict[int, Adapter] = field(default_factory=dict)
     _num_questions: int = 0
 
     def begin(self, request: Request) -> Adapter | None:
@@ -143,7 +139,7 @@ class AdapterDigests:
         if key not in self._asked and len(self._asked) < MAX_ASKED:
             self._num_questions += 1
             self._asked[key] = _Question(self._num_questions, now)
-            self._unsent[self._num_questions] = adapter
+            self.jobs.meta.questions[self._num_questions] = adapter
         oldest = next(iter(self._asked.values()))
         return frozenset() if self._is_overdue(self._asked.get(key, oldest)) else None
 
@@ -151,8 +147,7 @@ class AdapterDigests:
         return self.jobs.observer.clock() - question.asked_at >= self.deadline_s
 
     def begin_step(self, meta: StepMeta, scheduled: Iterable[str], requests: Mapping[str, RequestState]) -> None:
-        """Adds the new questions to the step, and the digests for which the keys of its requests stand."""
-        meta.questions, self._unsent = self._unsent, {}
+        """Adds to the step the digests for which the keys of its requests stand."""
         for req_id in scheduled:
             state = requests.get(req_id)
             if state is not None and state.adapter is not None and state.origin is not None:
@@ -165,12 +160,12 @@ class AdapterDigests:
         if not report.adapters:
             return ()
         stores = [job for job in self.jobs.jobs.values() if job.is_store]
-        computed = [*states, *(state for job in stores for state in job.requests)]
-        changed = {id(state): state for state in computed if _has_changed(state, report)}
-        origins = {state.origin for state in changed.values() if state.origin is not None}
+        computed = {*states, *(state for job in stores for state in job.requests)}
+        changed = {state for state in computed if _has_changed(state, report)}
+        origins = {state.origin for state in changed if state.origin is not None}
         for job in stores:
-            job.failed |= any(id(state) in changed for state in job.requests)
-        for state in changed.values():
+            job.failed |= not changed.isdisjoint(job.requests)
+        for state in changed:
             state.give_up()
         return origins
 
@@ -198,9 +193,8 @@ class AdapterDigests:
     def _forget(self, key: Adapter) -> None:
         """Forgets what is known or asked, and makes the requests that wait for it look again."""
         self._known.pop(key, None)
-        question = self._asked.pop(key, None)
-        if question is not None:
-            self._unsent.pop(question.number, None)
+        if (question := self._asked.pop(key, None)) is not None:
+            self.jobs.meta.questions.pop(question.number, None)
         self.jobs.changes.contents += 1
         self.jobs.changes.wakeups += 1
 
@@ -213,8 +207,7 @@ def _has_changed(state: RequestState, report: WorkerReport) -> bool:
 
 
 class AdapterChecks:
-    """Reports which bytes the adapters of one rank have. Without ``watch``, and after an error of it, no adapter can be
-    read, and a load that needs one fails."""
+    """Reports which bytes one rank's adapters have. Without ``watch``, or after its error, loads that need one fail."""
 
     def __init__(self, watch: AdapterWatch | None) -> None:
         self.watch = watch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -131,18 +132,15 @@ def _make_manager(
     )
     if not tiers:
         return host
-    return TieredOffloadingManager(
-        host,
-        [tier for tier, _ in tiers],
-        TieringSettings(
-            groups,
-            lookup_deadline_ms=config.lookup_deadline_ms,
-            load_deadline_ms=config.load_deadline_ms,
-            load_only_if_faster=config.load_only_if_faster,
-            tiers=[settings(entry) for _, entry in tiers],
-            tenants=tenants,
-        ),
+    tiering = TieringSettings(
+        groups,
+        lookup_deadline_ms=config.lookup_deadline_ms,
+        load_deadline_ms=config.load_deadline_ms,
+        load_only_if_faster=config.load_only_if_faster,
+        tiers=[settings(entry) for _, entry in tiers],
+        tenants=tenants,
     )
+    return TieredOffloadingManager(host, [tier for tier, _ in tiers], tiering)
 
 
 def _is_pool(pool: object) -> bool:
@@ -157,23 +155,16 @@ class _HostPools:
 
     def __init__(self, engine: EngineSpec, pools: Sequence[ByteArray | PoolHandle]) -> None:
         if not isinstance(pools, Sequence) or not pools:
-            raise ConfigError(
-                "pools must be a list that is not empty: pass the bytes or the handle of one pool per rank"
-            )
+            raise ConfigError("pools must be a list that is not empty: pass the bytes or handle of one pool per rank")
         for pool in pools:
             if not _is_pool(pool):
-                raise ConfigError(
-                    f"pools has a {type(pool).__name__}: pass HostPool.data, writable bytes of shape (num_blocks, "
-                    "slot_bytes) with a block at least, or HostPool.handle() of a pool in another process"
-                )
+                data = "HostPool.data, writable bytes of shape (num_blocks, slot_bytes) with a block at least"
+                fix = f"pass {data}, or HostPool.handle() of a pool in another process"
+                raise ConfigError(f"pools has a {type(pool).__name__}: {fix}")
         self.num_workers = engine.num_workers or len(pools)
         if self.num_workers % len(pools):
-            raise ConfigError(
-                "num_workers",
-                engine.num_workers,
-                f"must be {len(pools)}, the number of pools, or a multiple of it if as many ranks share each pool",
-                "or leave it out",
-            )
+            fault = f"must be {len(pools)}, the number of pools, or a multiple of it if as many ranks share each pool"
+            raise ConfigError("num_workers", engine.num_workers, fault, "or leave it out")
         self.engine = engine
         self.layout = engine.layout
         self.device_blocks = (engine.device_blocks or 1) - 1
@@ -199,20 +190,15 @@ class _HostPools:
         for shapes in self._by_node.values():
             nbytes = sum(num_blocks * slot_bytes for num_blocks, slot_bytes in shapes) * engines
             if nbytes > config.host_bytes:
-                raise ConfigError(
-                    "host_bytes",
-                    Amount(config.host_bytes),
-                    f"the host pools of this node take {format_bytes(nbytes)}",
-                    f"make each pool with config.num_blocks(block_bytes, {len(shapes) * engines}) slots",
-                )
+                fault = f"the host pools of this node take {format_bytes(nbytes)}"
+                fix = f"make each pool with config.num_blocks(block_bytes, {len(shapes) * engines}) slots"
+                raise ConfigError("host_bytes", Amount(config.host_bytes), fault, fix)
         for group in self.layout.groups:
             factor = 1 if group.state else config.factor(group.device_block_size)
             if group.block_size_factor != factor:
-                raise ConfigError(
-                    fault=f"KVGroup(block_size_factor={group.block_size_factor}): the configuration says {factor}",
-                    fix=f"make the group with block_size_factor=config.factor({group.device_block_size}), or 1 if it "
-                    "has a state",
-                )
+                fault = f"KVGroup(block_size_factor={group.block_size_factor}): the configuration says {factor}"
+                right = f"block_size_factor=config.factor({group.device_block_size})"
+                raise ConfigError(fault=fault, fix=f"make the group with {right}, or 1 if it has a state")
 
     def context(self, fingerprint: str, policy: str) -> TierContext:
         """Returns what tiers are opened with. Raises ConfigError if a pool cannot be opened."""
@@ -232,14 +218,13 @@ class _HostPools:
     @property
     def device_tokens(self) -> int:
         """How many tokens have all their KV on the device."""
-        groups, align = self.engine.groups, self.layout.device_align
+        groups, align = self.engine.groups, math.lcm(*self.layout.device_block_sizes)
         # States come on top, unless there is nothing else.
         sizes = [group.device_block_size for group in groups if not group.state]
         return self.device_blocks * align // (sum(align // size for size in sizes) or len(groups))
 
     def describe(self, is_exclusive: bool) -> str:
-        """Describes the pools for the log: "8 GiB = 65,536 tokens, 4.1x the device cache", or "8 GiB = 65,536 tokens
-        beyond the device's 16,000"."""
+        """Describes the pools: "8 GiB = 65,536 tokens, 4.1x the device cache", or "... beyond the device's 16,000"."""
         tokens = self.layout.chains.tokens(self.num_blocks)
         text, num_pools = format_bytes(self.num_blocks * self.block_bytes), len(self._pools)
         if self.num_workers > num_pools:
@@ -262,8 +247,7 @@ class _HostPools:
 
 
 def _make_recorder(config: OffloadConfig, pools: _HostPools, contents: HostContents) -> TraceRecorder | None:
-    """Returns the recorder of the trace that ``config`` asks for. Each of several engines has a file of its own. Raises
-    ConfigError if it cannot be written."""
+    """Returns the recorder of the trace that ``config`` asks for, one per engine. Raises ConfigError for a bad path."""
     if config.record_trace is None:
         return None
     path, engine = Path(config.record_trace), pools.engine

@@ -40,19 +40,13 @@ class DeviceBlocks:
         """EARLY or REFUSED by device block, else 0."""
         self._others: dict[int, tuple[HeldBlock, ...]] = {}
         """By device block, what it holds as further tenants name it."""
-        self._latest: dict[OffloadKey, int] = {}
-        """Of the copies of a block on the device, the one that was computed or found last."""
-
-    def __contains__(self, key: OffloadKey) -> bool:
-        return key in self._latest
-
-    def __len__(self) -> int:
-        return len(self._latest)
+        self.latest: dict[OffloadKey, int] = {}
+        """Of the copies of a block on the device, the one that was computed or found last. Read only for others."""
 
     def hold(self, state: RequestState, blocks: Iterable[Block]) -> list[OffloadKey]:
         """Notes that the device holds these blocks of a request. Returns those that were in the same device blocks. If
         a device block has the same tokens for another tenant, it holds the block for both."""
-        all_held, latest, namespace, number = self._held, self._latest, state.blocks.namespace, state.observed.number
+        all_held, latest, namespace, number = self._held, self.latest, state.blocks.namespace, state.observed.number
         left: list[OffloadKey] = []
         for _, ordinal, key, _, (at,) in blocks:
             if at >= len(all_held):
@@ -89,8 +83,8 @@ class DeviceBlocks:
         if all(other[0] != held[0] for other in others):
             if len(others) == MAX_NAMES - 1:
                 oldest, others = others[0][0], others[1:]
-                if self._latest.get(oldest) == at:
-                    del self._latest[oldest]
+                if self.latest.get(oldest) == at:
+                    del self.latest[oldest]
                     left.append(oldest)
             self._others[at] = (*others, held)
         return True
@@ -102,7 +96,7 @@ class DeviceBlocks:
     def leave(self, device_blocks: Iterable[int]) -> list[HeldBlock]:
         """Removes what these device blocks hold. Returns the blocks of which no other copy is known, in this order."""
         left: list[HeldBlock] = []
-        all_held, latest, others, size = self._held, self._latest, self._others, len(self._held)
+        all_held, latest, others, size = self._held, self.latest, self._others, len(self._held)
         for at in device_blocks:
             if at >= size or (first := all_held[at]) is None:
                 continue
@@ -135,7 +129,7 @@ class DeviceBlocks:
         """Returns the blocks that would leave if these device blocks were handed out, in this order, without those that
         it has returned before: those of the first ``most`` device blocks that have any."""
         found: list[HeldBlock] = []
-        all_held, latest, others, is_early = self._held, self._latest, self._others, self._is_early
+        all_held, latest, others, is_early = self._held, self.latest, self._others, self._is_early
         for at in device_blocks:
             if at >= len(all_held) or is_early[at] or (first := all_held[at]) is None:
                 continue
@@ -151,17 +145,14 @@ class DeviceBlocks:
 
     def get(self, keys: Iterable[OffloadKey]) -> list[HeldBlock]:
         """Returns those of the blocks that the device holds."""
-        places = ((key, self._latest[key]) for key in keys if key in self._latest)
+        places = ((key, self.latest[key]) for key in keys if key in self.latest)
         return [held for key, at in places for held in self._names(at) if held[0] == key]
 
-    def having(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        return [key for key in keys if key in self._latest]
-
     def clear(self) -> list[OffloadKey]:
-        held = list(self._latest)
+        held = list(self.latest)
         self._held.fill(None)
         if self.states is not None:
             self.states.fill(None)
         self._others.clear()
-        self._latest.clear()
+        self.latest.clear()
         return held

@@ -52,11 +52,9 @@ class EngineSpec:
     """Engines that share the budgets of this node."""
     keeps_blocks: bool = False
     """Whether the engine finds a whole block of known tokens until its device block is handed out again, and changes it
-    before that only if it takes tokens back or caches are reset. Then host memory need not repeat what the device
-    holds."""
+    before that only if it takes tokens back or caches are reset. Then host memory need not repeat the device."""
     next_free: Callable[[int], Iterable[int]] | None = None
-    """Returns up to n device blocks, those that will be handed out next first. What they hold is stored early, so that
-    no step waits for it."""
+    """Returns up to n device blocks, those handed out next first. What they hold is stored early: no step waits."""
     parent_request: Callable[[str], str] = str
     """Maps the id of a request to the id under which the reuse filter counts it."""
     engine_options: EngineOptions | None = None
@@ -102,8 +100,7 @@ class EngineSpec:
         words = self.identity
         if not isinstance(words, Mapping) or not all(isinstance(word, str) for item in words.items() for word in item):
             raise ConfigError("identity", words, 'must be a mapping of strings, such as {"dtype": "bfloat16"}')
-        layout = KeyLayout(self.groups, self.hash_block_size, self.following, self.parts)
-        object.__setattr__(self, "layout", layout)
+        object.__setattr__(self, "layout", KeyLayout(groups, self.hash_block_size, self.following, parts))
 
     @property
     def why_inclusive(self) -> str | None:

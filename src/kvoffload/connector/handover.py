@@ -32,8 +32,8 @@ class Handover:
     """The blocks of the first ``tokens`` tokens of a prompt, which another server has stored, or is storing.
 
     ``name`` depends on tokens, weights, layout, tenant and adapter: servers that compute the same name have the same
-    blocks. ``places`` says by tier where they are looked for, see ``Tier.hand_over``. ``server`` is the server that
-    hands them over, from its start to its end.
+    blocks. ``places`` says by tier where they are looked for, see ``Tier.hand_over``. ``server`` names one run of the
+    server that hands them over.
     """
 
     tokens: int

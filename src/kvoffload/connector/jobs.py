@@ -30,9 +30,8 @@ if TYPE_CHECKING:
 
 JOB_IDS = itertools.count()
 """Numbers of jobs, shared by all scheduler halves of this process: none takes another's report for that of its job."""
-NumberedBlocks: TypeAlias = list[tuple[int, RequestState | None, Block]]
+NumberedBlocks: TypeAlias = Sequence[tuple[int, RequestState | None, Block]]
 """Blocks that a store copies, each with the ``ObservedRequest.number`` of a request, and one that can describe it."""
-NO_ROOM = "kvoffload: no room in the host pool, every block is in use; stores wait"
 
 
 @dataclass(slots=True, eq=False)
@@ -45,12 +44,10 @@ class Job:
     lease: LoadStoreSpec
     """The host slots that it reads or fills, as handed out. Those that a load in pieces has read are given back."""
     keys: Sequence[OffloadKey]
-    blocks: Sequence[tuple[RequestState, Block]] = ()
-    """What a store copies, in more detail, if events are to describe it."""
+    blocks: NumberedBlocks = ()
+    """What a store copies."""
     device_blocks: frozenset[int] = frozenset()
     """What a store reads."""
-    blocks_of: Mapping[int, int] = field(default_factory=dict)
-    """How many blocks of ``KeyLayout.traced`` a store copies for each request, by ``ObservedRequest.number``."""
     began: int = field(default_factory=time.time_ns)
     """When it was made, in nanoseconds since 1970."""
     epoch: int = 0
@@ -82,14 +79,14 @@ class JobTable:
     """Requests that were given device blocks since the last step."""
     handed_out: list[int] = field(default_factory=list)
     """Device blocks that other connectors may fill before the next step."""
-    finished: list[tuple[RequestState, int]] = field(default_factory=list)
+    finished: dict[RequestState, int] = field(default_factory=dict)
     """Requests that finished since the last step, with their computed tokens."""
 
     def take_step(self, has_tokens: bool) -> StepMeta:
         """Returns the message to the workers, and begins that of the next step."""
         meta, changes = self.meta, self.changes
         meta.has_tokens, meta.epoch, changes.was_reset = has_tokens, changes.resets, False
-        self.meta, self.allocated, self.handed_out, self.finished = StepMeta(), set(), [], []
+        self.meta, self.allocated, self.handed_out, self.finished = StepMeta(), set(), [], {}
         return meta
 
     @property
@@ -102,15 +99,6 @@ class JobTable:
         if self.manager.poll(timeout_s):
             self.changes.contents += 1
             self.changes.wakeups += 1
-
-    def break_loads(self) -> list[Job]:
-        """Reports the loads of the step as failed, and returns their jobs, which have ended."""
-        ended = [self.remove(job_id) for job_id in self.meta.loads]
-        for job in ended:
-            job.failed = True
-            self.break_load(job)
-        self.meta.loads, self.meta.needs, self.meta.pieces = {}, {}, {}
-        return ended
 
     def break_load(self, job: Job) -> None:
         """Reports a load as failed, once no worker has a piece of it in progress."""
@@ -125,8 +113,7 @@ class JobTable:
         meta.loads, meta.pieces, meta.stores = {}, {}, {}
         meta.fences = [job_id for job_id in meta.fences if job_id in self.jobs]
         meta.releases += self.held
-        self.finished.clear()
-        for table in (self.jobs, self.keys_loading, self.held):
+        for table in (self.jobs, self.keys_loading, self.held, self.finished):
             table.clear()
 
     def add(self, job: Job) -> int:
@@ -148,34 +135,25 @@ class JobTable:
             raise IntegrityError("the manager has room for other blocks than it was offered, or in another order")
         if not new:
             return
-        lease = output.store_spec
-        num_groups, host = len(self.layout.groups), lease
-        if num_groups == 1:
-            ids = [device_block for _, _, block in new for device_block in block.device_blocks]
-            sizes, firsts = [len(ids)], [new[0][2].first_device_block]
-        else:
-            order = sorted(range(len(new)), key=lambda i: new[i][2].group)
-            host = LoadStoreSpec(lease.medium(), lease.slots[order])
-            ids, sizes, firsts = [], [0] * num_groups, [0] * num_groups
-            for block in (new[i][2] for i in order):
-                if not sizes[block.group]:
-                    firsts[block.group] = block.first_device_block
-                sizes[block.group] += len(block.device_blocks)
-                ids += block.device_blocks
-        is_described, traced = self.observer.descriptions is not None, self.layout.traced
-        described = [(state, block) for _, state, block in new if state is not None] if is_described else ()
-        blocks_of: dict[int, int] = {}
-        for number, _, block in new:
-            if block.group == traced:
-                blocks_of[number] = blocks_of.get(number, 0) + 1
-        job = Job(True, states, lease, output.keys_to_store, described, frozenset(ids), blocks_of)
-        device = DeviceSpec(np.array(ids, dtype=np.int64), tuple(sizes), tuple(firsts))
+        num_groups = len(self.layout.groups)
+        ids_of, firsts = [list[int]() for _ in range(num_groups)], [0] * num_groups
+        for _, _, block in new:
+            if not ids_of[block.group]:
+                firsts[block.group] = block.first_device_block
+            ids_of[block.group] += block.device_blocks
+        lease = host = output.store_spec
+        if num_groups > 1:
+            by_group = sorted(range(len(new)), key=lambda i: new[i][2].group)
+            host = LoadStoreSpec(lease.medium(), lease.slots[by_group])
+        ids = list(itertools.chain(*ids_of))
+        job = Job(True, states, lease, output.keys_to_store, new, frozenset(ids))
+        device = DeviceSpec(np.array(ids, dtype=np.int64), tuple(map(len, ids_of)), tuple(firsts))
         self.meta.stores[self.add(job)] = TransferSpec(states[0].context.req_id if states else "", host, device)
 
     def refuse_store(self) -> None:
         """Counts a store for which the manager has no room."""
         self.observer.metrics.add("refused_stores")
-        self.observer.warn(NO_ROOM)
+        self.observer.warn("kvoffload: no room in the host pool, every block is in use; stores wait")
 
     def is_current(self, job: Job) -> bool:
         """Whether there was no reset since the job began."""
@@ -189,11 +167,10 @@ class JobTable:
         Raises IntegrityError if a job was reported more often than there are workers.
         """
         for job_id, count in report.done.items():
-            job = self.jobs.get(job_id)
-            if job is None:
+            if (job := self.jobs.get(job_id)) is None:
                 continue
             job.num_pending -= count
-            job.failed |= job_id in report.failed or (job.is_store and job.epoch != self.changes.resets)
+            job.failed |= job_id in report.failed or (job.is_store and not self.is_current(job))
             if job.num_pending < 0:
                 raise IntegrityError(f"job {job_id} was reported more often than there are workers")
             if job.num_pending == 0:

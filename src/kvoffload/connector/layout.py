@@ -20,8 +20,7 @@ class KeyLayout:
     """The KV cache groups, and how block hashes become keys. Raises ConfigError if block sizes do not divide, or a
     group has a ``lookahead`` and ``following`` is None.
 
-    If blocks are divided into ``parts``, each part is a group here: ``groups`` has one entry per part, and so has
-    everything that is counted by group.
+    If blocks are divided into ``parts``, each part is a group here, in ``groups`` and in everything counted by group.
 
     A block's key is made of the hash of its last hash-block. In a group with a ``lookahead`` the KV depends on tokens
     after the block too. There the key is made of the hash and of what ``following`` says of these tokens, so such a
@@ -42,19 +41,12 @@ class KeyLayout:
         self.hash_block_size = hash_block_size or math.gcd(*(group.device_block_size for group in groups))
         for group in groups:
             if group.device_block_size % self.hash_block_size:
-                raise ConfigError(
-                    "hash_block_size",
-                    self.hash_block_size,
-                    f"must divide the {group.device_block_size} tokens of each device block",
-                    "set the engine's hash block size to a divisor of its block size",
-                )
+                fault = f"must divide the {group.device_block_size} tokens of each device block"
+                fix = "set the engine's hash block size to a divisor of its block size"
+                raise ConfigError("hash_block_size", self.hash_block_size, fault, fix)
         if following is None and any(group.lookahead for group in groups):
-            raise ConfigError(
-                "following",
-                None,
-                "the KV of a group with a lookahead depends on the tokens after a block",
-                "pass a function that describes them",
-            )
+            fault = "the KV of a group with a lookahead depends on the tokens after a block"
+            raise ConfigError("following", None, fault, "pass a function that describes them")
         self._following = following
         self.device_block_sizes = tuple(group.device_block_size for group in groups)
         self.block_tokens = tuple(group.block_tokens for group in groups)
@@ -69,11 +61,6 @@ class KeyLayout:
         self._suffixes = tuple(make_offload_key(b"", g) for g in range(len(groups)))
         self.traced = self.full[0] if self.full else 0
         """The group whose blocks are recorded in a trace."""
-
-    @property
-    def device_align(self) -> int:
-        """Tokens: whole device blocks of all groups end at multiples of it."""
-        return math.lcm(*self.device_block_sizes)
 
     def num_named(self, g: int, request: Request) -> int:
         """Returns the number of blocks of group ``g`` that have a key."""

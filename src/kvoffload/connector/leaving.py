@@ -31,8 +31,7 @@ TOGETHER = 64
 AHEAD_DECAY = 15 / 16
 AHEAD_SHARE = 1 / 8
 """What the next device blocks hold is stored early: of as many as one of the latest steps has handed out, which counts
-less with every further step, and at most of this share of all blocks on the device; or of as many as waiting requests
-have been offered to load."""
+less with every further step, at most of this share of the device's blocks; or of as many as are offered for loads."""
 AWAITED = ReqContext("", goes_on=True)
 """Blocks that requests wait for are stored, whatever they seem to be worth."""
 NextFree: TypeAlias = Callable[[int], Iterable[int]]
@@ -138,7 +137,7 @@ class LeavingBlocks:
 
     def _look_ahead(self, next_free: NextFree, most: int) -> None:
         """Makes the jobs for what leaves the device next, unless that was looked at."""
-        share = max(1, int(len(self.device) * AHEAD_SHARE))
+        share = max(1, int(len(self.device.latest) * AHEAD_SHARE))
         expected = min(sum(self._expected.values()), self.piece_blocks)
         if self._num_looked >= max(min(self._num_ahead, share), expected) and not self._looks_ahead:
             return
@@ -169,7 +168,7 @@ class LeavingBlocks:
         more (its cache was emptied, or names another copy). The next step stores it and those behind it for a load."""
         sizes, keys = self._jobs.layout.block_tokens, state.blocks.keys
         behind = keys[0][end // sizes[0] :]
-        if end + sizes[0] >= state.request.num_tokens or not behind or behind[0] not in self.device:
+        if end + sizes[0] >= state.request.num_tokens or not behind or behind[0] not in self.device.latest:
             return False
         if state.lookup.brought_back == behind[0]:
             return self._jobs.manager.explain_miss(behind[0]).reason is MissReason.BEING_WRITTEN
@@ -219,10 +218,8 @@ class LeavingBlocks:
 
     def _offer(self, blocks: Sequence[HeldBlock], context: ReqContext | None) -> int:
         """Makes a job for those ``blocks`` of a tenant that host memory lacks and has room for; returns how many."""
-        offered = blocks
-        while (
-            output := self._jobs.manager.prepare_store([held[0] for held in offered], context, Offer.LEAVING)
-        ) is None:
+        offered, manager = blocks, self._jobs.manager
+        while (output := manager.prepare_store([held[0] for held in offered], context, Offer.LEAVING)) is None:
             if offered is blocks:
                 self._jobs.refuse_store()
                 self.device.forget_early(held[2] for held in blocks)

@@ -103,6 +103,17 @@ class LoadPlanner:
             first = rest.device.block_indices[0] - num_read
             self.leaving.arrived(job, first, slice(start, end))
 
+    def break_unsent(self) -> list[Job]:
+        """Ends the loads of the next step, which no worker has been given, as failed. Returns them."""
+        meta = self.jobs.meta
+        ended = [self.jobs.remove(job_id) for job_id in meta.loads]
+        meta.loads, meta.needs, meta.pieces = {}, {}, {}
+        for job in ended:
+            job.failed = True
+            self.jobs.break_load(job)
+            self.end_job(job)
+        return ended
+
     def end_job(self, job: Job) -> bool:
         """Ends a load that all workers have reported, or its piece in progress: then returns False."""
         if job.rest is not None:
@@ -131,12 +142,11 @@ class LoadPlanner:
         if not num_tokens:
             return
         state, broken = requests.get(request.request_id), self.jobs.meta.broken_loads
-        match = None if state is None else state.lookup.match
-        computed = match.computed if match is not None else 0 if state is None else state.filled.computed
+        computed = 0 if state is None else (state.lookup.match or state.filled).computed
         broken[request.request_id] = []
         # The input that raised before may raise again, and must not reach the engine.
         with contextlib.suppress(Exception):
-            device = self.device_spec(blocks, computed, computed + num_tokens)[1]
+            _, device = self.device_spec(blocks, computed, computed + num_tokens)
             broken[request.request_id] = device.block_ids.tolist()
 
     def leave_to_others(self, state: RequestState, blocks: KVBlocks) -> None:
@@ -153,9 +163,8 @@ class LoadPlanner:
         there, and where these go. Tokens to which the next one does not attend have null blocks."""
         ids: list[int] = []
         spans, sizes, firsts = [], [], []
-        layout, tables = self.jobs.layout, blocks.get_block_ids()
-        by_group = layout.parts.of_groups(tables) if layout.parts.is_divided else tables
-        for group, table in zip(layout.groups, by_group, strict=True):
+        layout = self.jobs.layout
+        for group, table in zip(layout.groups, layout.parts.of_groups(blocks.get_block_ids()), strict=True):
             first = (group.skipped_tokens(end) if group.state else computed) // group.device_block_size
             last = min(-(-end // group.device_block_size), len(table))
             while first < last and table[first] == NULL_BLOCK:

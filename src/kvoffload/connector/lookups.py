@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import compress
@@ -17,7 +18,7 @@ from kvoffload.connector.handover import Patience
 from kvoffload.connector.jobs import JobTable
 from kvoffload.connector.layout import KeyLayout
 from kvoffload.connector.leaving import LeavingBlocks
-from kvoffload.connector.request import Match, RequestState
+from kvoffload.connector.request import Hit, Match, RequestState
 from kvoffload.connector.resets import PausedContents
 
 MAX_WAITS_PER_REQUEST = 3
@@ -37,9 +38,8 @@ NOTHING_COMES = (
 
 @dataclass(slots=True, eq=False)
 class Lookups:
-    """What lookups ask and remember. A request waits for blocks that are being loaded for another request, for a lower
-    tier, for the digest of its adapter, for blocks that the engine has forgotten on the device, and, after a reset, for
-    the comparison of the weights: each time at most ``deadline_s``."""
+    """What lookups ask and remember. A request waits at most ``deadline_s`` for a load of another, a lower tier, the
+    digest of its adapter, blocks that the engine has forgotten on the device, or after a reset for the weights."""
 
     jobs: JobTable
     keys_loading: Mapping[OffloadKey, int]
@@ -83,17 +83,17 @@ def _look_up(lookups: Lookups, state: RequestState, computed: int) -> Match:
             state.bind(known)
     if state.origin is None:
         return Match(lookups.contents, computed)
-    state.extend_keys()
+    state.blocks.extend_keys()
     if not state.may_load:
         _touch(lookups, state)
         # The first block behind what the device has was not looked up.
         keys, first = state.blocks.keys[0], computed // layout.block_tokens[0]
-        return Match(lookups.contents, computed, missed=keys[first] if first < len(keys) else None)
+        return Match(lookups.contents, computed, hit=Hit(missed=keys[first] if first < len(keys) else None))
     if lookups.paused.is_hidden:
         lookups.paused.must_check = True
         return _wait(lookups, state, computed) or Match(lookups.contents, computed)
     _touch(lookups, state)
-    if computed % (align := layout.device_align):
+    if computed % (align := math.lcm(*layout.device_block_sizes)):
         return Match(lookups.contents, computed)
     # The engine computes less than a block in one step. A load would take a step of its own.
     is_worth = last_loadable(state, most_end(layout, state)) - computed >= align
@@ -109,24 +109,18 @@ def _look_up(lookups: Lookups, state: RequestState, computed: int) -> Match:
     if not is_worth:
         return Match(lookups.contents, computed)
     may_wait = state.lookup.num_waits < MAX_WAITS_PER_REQUEST
-    hit = _longest(lookups, state, computed, may_wait)
+    hit = longest(lookups, state, computed, may_wait)
     is_early = not hit.is_known or (hit.end > computed and _is_any_loading(lookups, state, computed, hit.end))
     if is_early and (wait := _wait(lookups, state, computed)):
         return wait
     if not hit.is_known:
         # It may not wait any longer.
-        hit = _longest(lookups, state, computed, may_wait=False)
+        hit = longest(lookups, state, computed, may_wait=False)
     leaving = lookups.leaving
     if leaving is not None and leaving.bring_back(state, hit.end) and (wait := _wait(lookups, state, computed)):
         return wait
     tokens = last_loadable(state, hit.end) - computed if hit.end - computed >= layout.align else 0
-    return Match(lookups.contents, computed, tokens, hit.missed, junction=hit.junction, no_state=hit.no_state)
-
-
-def _longest(lookups: Lookups, state: RequestState, computed: int, may_wait: bool) -> Hit:
-    """If the request may not wait, only blocks that can be loaded now count, and lower tiers are not asked."""
-    context = state.context if may_wait else replace(state.context, may_wait=False)
-    return longest(HitSearch(lookups.jobs.manager, lookups.jobs.layout, state, computed, context))
+    return Match(lookups.contents, computed, tokens, hit)
 
 
 def _touch(lookups: Lookups, state: RequestState) -> None:
@@ -151,9 +145,8 @@ def _is_any_loading(lookups: Lookups, state: RequestState, computed: int, end: i
     """Whether a block of the hit that ends at ``end`` is being loaded for another."""
     if not lookups.keys_loading:
         return False
-    loading, last = lookups.keys_loading.keys(), last_loadable(state, end)
-    needed = [lookups.jobs.layout.needed_blocks(g, computed, last) for g in range(len(lookups.jobs.layout.groups))]
-    pairs = zip(state.blocks.keys, needed, strict=True)
+    layout, loading, last = lookups.jobs.layout, lookups.keys_loading.keys(), last_loadable(state, end)
+    pairs = ((keys, layout.needed_blocks(g, computed, last)) for g, keys in enumerate(state.blocks.keys))
     return any(not loading.isdisjoint(keys[span.start : span.stop]) for keys, span in pairs)
 
 
@@ -179,28 +172,14 @@ def end_handover(lookups: Lookups, state: RequestState, num_found: int) -> None:
         result = "other_name"
         observer.warn(OTHER_NAME)
     else:
-        is_complete = min(handover.tokens, state.request.num_tokens - 1) - num_found < lookups.jobs.layout.device_align
+        num_missing = min(handover.tokens, state.request.num_tokens - 1) - num_found
+        is_complete = num_missing < math.lcm(*lookups.jobs.layout.device_block_sizes)
         result = "complete" if is_complete else "partial" if num_found else "none"
         # A part may be what this server has computed itself.
         lookups.patience.ended(handover.server, is_complete)
         if lookups.patience.is_lost(handover.server):
             observer.warn(NOTHING_COMES)
     observer.metrics.add("handovers", label=result)
-
-
-class Hit(NamedTuple):
-    """The longest hit of a request."""
-
-    end: int
-    """Up to this token, every group has the blocks that the request needs to continue there."""
-    missed: OffloadKey | None
-    """The first key that was missing for more."""
-    is_known: bool
-    """False: a lower tier has not answered yet, and the hit may become longer."""
-    junction: int = 0
-    """The last position behind ``end`` up to which host memory has the blocks but not the states."""
-    no_state: OffloadKey | None = None
-    """A state behind ``end`` that no tier has either: without it, blocks in lower tiers are of no use."""
 
 
 class HitSearch(NamedTuple):
@@ -213,14 +192,15 @@ class HitSearch(NamedTuple):
     context: ReqContext
 
 
-def longest(search: HitSearch) -> Hit:
-    """Returns the longest hit of a request.
+def longest(lookups: Lookups, state: RequestState, computed: int, may_wait: bool) -> Hit:
+    """Returns the longest hit of a request. If it may not wait, lower tiers are not asked.
 
     Full-attention groups need every block from ``computed`` on, the others only those that the next token attends
     to, and states exactly the one at its end. Each group's answer shortens the next one's question until all agree.
     """
-    end = most_end(search.layout, search.state)
-    if not search.layout.states:
+    context, layout = state.context if may_wait else replace(state.context, may_wait=False), lookups.jobs.layout
+    search, end = HitSearch(lookups.jobs.manager, layout, state, computed, context), most_end(layout, state)
+    if not layout.states:
         return _agreed(search, end)
     hit = _with_states(search, end)
     return _explained(search, hit, end) if hit.is_known and hit.end < end else hit
@@ -228,19 +208,16 @@ def longest(search: HitSearch) -> Hit:
 
 def _with_states(search: HitSearch, end: int) -> Hit:
     """Returns the longest hit up to ``end`` with states at its end, which come first because few are kept."""
-    computed, no_state = search.computed, None
+    computed = search.computed
     while end > computed:
         end, is_known, lacking = _last_states(search, end)
-        no_state = lacking or no_state
-        if end <= computed:
-            break
-        hit = _agreed(search, end)
+        hit = _agreed(search, end) if end > computed else Hit(computed)
         if not hit.is_known or (hit.end == end and not is_known):
-            return Hit(computed, hit.missed, False)
+            return Hit(computed, hit.missed, is_known=False)
         if hit.end == end:
-            return Hit(end, hit.missed, True, no_state=no_state)
-        end, no_state = hit.end, None
-    return Hit(computed, None, True, no_state=no_state)
+            return hit._replace(no_state=lacking)
+        end = hit.end
+    return Hit(computed)
 
 
 def _explained(search: HitSearch, hit: Hit, limit: int) -> Hit:
@@ -255,7 +232,7 @@ def _explained(search: HitSearch, hit: Hit, limit: int) -> Hit:
         missed = next(compress(keys, search.manager.lookup_each(keys, now.context) != HIT), None)
     # After a wait, a state may be missing because it did not come in time.
     is_sure = search.context.may_wait and lookup.waiting_since is None and lookup.num_waits == 0
-    return Hit(hit.end, missed, True, junction, hit.no_state if is_sure else None)
+    return hit._replace(missed=missed, junction=junction, no_state=hit.no_state if is_sure else None)
 
 
 def _last_states(search: HitSearch, end: int) -> tuple[int, bool, OffloadKey | None]:
@@ -303,10 +280,9 @@ def _agreed(search: HitSearch, end: int) -> Hit:
                 found = (first + hits) * size
                 end, missed = found // layout.align * layout.align, keys[g][found // size]
     while known and end > computed and (gap := _first_gap(search, end)) is not None:
-        start, g, ordinal, is_missing = gap
-        missed, known = keys[g][ordinal], is_missing
-        end = start // layout.align * layout.align
-    return Hit(max(end, computed), missed, True) if known else Hit(computed, missed, False)
+        start, g, ordinal, known = gap
+        missed, end = keys[g][ordinal], start // layout.align * layout.align
+    return Hit(max(end, computed) if known else computed, missed, known)
 
 
 def _first_gap(search: HitSearch, end: int) -> tuple[int, int, int, bool] | None:

@@ -19,13 +19,11 @@ class StepMeta:
     """The work of one step, from the scheduler half to every worker."""
 
     loads: dict[int, TransferSpec] = field(default_factory=dict)
-    """Specs by job id. Nothing uses their device blocks before they are reported. They start at once, or as
-    ``load_after`` says."""
+    """Specs by job id. Nothing uses their device blocks before they are reported."""
     load_after: dict[int, list[int]] = field(default_factory=dict)
-    """Ids of stores that must have read the device blocks which a load fills before it starts, by the load's id."""
+    """By load, the ids of stores that must have read its device blocks before it starts. Other loads start at once."""
     pieces: dict[int, list[int]] = field(default_factory=dict)
-    """By job id, pieces of loads: empty for all but the last one. With that the request is reported; it has the device
-    blocks of all, which fail together."""
+    """Pieces of loads by job id: empty, or for the last, with which all succeed or fail, the device blocks of all."""
     stores: dict[int, TransferSpec] = field(default_factory=dict)
     """Specs by job id. Their device blocks are complete when this step's forward pass is done."""
     fences: list[int] = field(default_factory=list)
@@ -75,8 +73,8 @@ class WorkerReport:
     answers: dict[int, list[bytes]] = field(default_factory=dict)
     """By question, the digest that each worker has found."""
     adapters: dict[int, set[bytes]] = field(default_factory=dict)
-    """Digests of adapters that workers have loaded, or have computed with although ``computes_with`` says otherwise, by
-    their number; DROPPED if one is not loaded any more."""
+    """Digests of adapters that workers have loaded, or computed with against ``computes_with``, by number; DROPPED if
+    one is not loaded any more."""
     changed_at: int = -1
     """The epoch in which a worker found that its weights have changed; -1 if none did."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import repeat
@@ -51,42 +51,40 @@ class EventDescriptions:
         self._layout = layout
         self._stored: OrderedDict[OffloadKey, tuple[RequestState, Block]] = OrderedDict()
         """Blocks that became loadable since events were last taken, each with a request that can describe it."""
-        self._coming: dict[OffloadKey, dict[str, tuple[RequestState, Block]]] = {}
-        """Blocks that may be promoted for requests that wait, by the names of these."""
-        self._keys: dict[str, list[OffloadKey]] = {}
+        self._coming: dict[OffloadKey, dict[RequestState, Block]] = {}
+        """Blocks that may be promoted for requests that wait."""
+        self._awaited: dict[RequestState, list[Block]] = {}
         """Those of each request. It may have other keys by now."""
 
     def stored(self, job: Job) -> None:
-        self._stored.update((block.key, (state, block)) for state, block in job.blocks)
+        self._stored.update((block.key, (state, block)) for _, state, block in job.blocks if state is not None)
         while len(self._stored) > MAX_PENDING_EVENTS:
             self._stored.popitem(last=False)
 
     def expect(self, state: RequestState) -> None:
         """Describes blocks that a lower tier brings for a request that waits."""
-        req_id = state.context.req_id
-        if self._keys.get(req_id):
-            return
-        self._keys[req_id] = [key for keys in state.blocks.keys for key in keys]
-        for g, keys in enumerate(state.blocks.keys):
-            for i, key in enumerate(keys):
-                self._coming.setdefault(key, {})[req_id] = state, Block(g, i, key, 0, [])
+        if not self._awaited.get(state):
+            by_group = enumerate(state.blocks.keys)
+            self._awaited[state] = [Block(g, i, key, 0, []) for g, keys in by_group for i, key in enumerate(keys)]
+            for block in self._awaited[state]:
+                self._coming.setdefault(block.key, {})[state] = block
 
-    def forget(self, req_id: str) -> None:
-        for key in self._keys.pop(req_id, ()):
-            self._coming[key].pop(req_id, None)
-            if not self._coming[key]:
-                del self._coming[key]
+    def forget(self, state: RequestState) -> None:
+        for block in self._awaited.pop(state, ()):
+            waiting = self._coming[block.key]
+            del waiting[state]
+            if not waiting:
+                del self._coming[block.key]
 
     def add_to(self, events: Iterable[OffloadingEvent]) -> list[OffloadingEvent]:
         """Returns all events since the last call with descriptions."""
-        described = [
-            event if event.removed else replace(event, blocks=list(map(self._describe, event.keys))) for event in events
-        ]
+        describe = self._describe
+        described = [each if each.removed else replace(each, blocks=[*map(describe, each.keys)]) for each in events]
         self._stored.clear()
         return described
 
     def _describe(self, key: OffloadKey) -> BlockDescription | None:
-        found = self._stored.get(key) or next(iter(self._coming.get(key, {}).values()), None)
+        found = self._stored.get(key) or next(iter(self._coming.get(key, {}).items()), None)
         if found is None:
             return None
         state, block = found
@@ -142,7 +140,7 @@ class RequestObserver:
         """Records a request that was given device blocks. Without a match it had some, and continues with them."""
         req_id, waited_s, traced = state.context.req_id, state.lookup.waited_s, state.observed.traced
         if self.descriptions is not None:
-            self.descriptions.forget(req_id)
+            self.descriptions.forget(state)
         if match is not None and state.observed.record is None:
             self._record(state, match, num_external_tokens, promoted)
         if waited_s:
@@ -176,22 +174,16 @@ class RequestObserver:
             record.retain_refused, record.retained_in = retained.refusal, retained.tier
             record.retained_tokens = retained_tokens if retained.tier is not None else 0
         if self.descriptions is not None:
-            self.descriptions.forget(state.context.req_id)
+            self.descriptions.forget(state)
         self.prefilling.pop(state.context.req_id, None)
         if not any(state.blocks.tables):
             self.planned_last_stores([state])
         if self.recorder is not None and record is not None:
-            state.extend_keys()
-            self.recorder.add(
-                state.observed.arrived,
-                record,
-                state.blocks.keys[self.layout.traced],
-                request.num_tokens,
-                request.num_computed_tokens,
-                {"session": options.session, "tenant": options.tenant or state.observed.tenant},
-                state.observed.prefill,
-                state.context.hints,
-            )
+            state.blocks.extend_keys()
+            keys, observed, hints = state.blocks.keys[self.layout.traced], state.observed, state.context.hints
+            num_tokens = request.num_tokens, request.num_computed_tokens
+            names = {"session": options.session, "tenant": options.tenant or observed.tenant}
+            self.recorder.add(observed.arrived, record, keys, *num_tokens, names, observed.prefill, hints)
 
     def planned_last_stores(self, states: Iterable[RequestState]) -> None:
         """Called for requests that have ended, once the stores of their last blocks have begun."""
@@ -212,9 +204,9 @@ class RequestObserver:
     def _record(self, state: RequestState, match: Match, num_external_tokens: int, promoted: Promoted) -> None:
         tier_tokens = self._count_tier_hits(promoted, num_external_tokens)
         below_host = sum(tier_tokens.values())
-        missed, miss = match.missed, None
+        missed, miss = match.hit.missed, None
         if missed is not None:
-            missed, miss = self._explain(missed, match.no_state)
+            missed, miss = self._explain(missed, match.hit.no_state)
             if not state.may_load:
                 miss = Miss(MissReason.NOT_LOOKED_UP, policy=miss.policy)
         elif state.has_given_up:
@@ -278,29 +270,27 @@ class RequestObserver:
 
     def copied(self, jobs: Sequence[Job]) -> None:
         """Observes jobs that have ended."""
-        if (moved := self.moved) is not None:
-            for job in jobs:
-                if not job.failed:
-                    moved.add(HOST, job.keys, repeat(moved.block_bytes))
+        for job in jobs:
+            if self.moved is not None and not job.failed:
+                self.moved.add(HOST, job.keys, repeat(self.moved.block_bytes))
         if (spans := self.spans) is None:
             return
-        for job in jobs:
-            for state in job.requests:
-                if (traced := state.observed.traced) is not None:
-                    copies = traced.store if job.is_store else traced.load
-                    # Requests share a job only if each has one block in it.
-                    copies.add(len(job.keys) // len(job.requests), job.failed, job.began, spans.now())
-        for state in (state for job in jobs for state in job.requests):
+        copied = [(job, state) for job in jobs for state in job.requests]
+        for job, state in copied:
+            if (traced := state.observed.traced) is not None:
+                copies = traced.store if job.is_store else traced.load
+                # Requests share a job only if each has one block in it.
+                copies.add(len(job.keys) // len(job.requests), job.failed, job.began, spans.now())
+        for _, state in copied:
             self._make_spans(state)
 
     def stored(self, job: Job) -> None:
-        """Counts the blocks of a store, which can be loaded now. Adds their tokens to the records of their requests,
-        and logs those of requests that have ended. Old records are not kept."""
+        """Counts the blocks of a store, which can be loaded now, also in records; logs those of ended requests."""
         self.metrics.add("store_blocks", len(job.lease.slots))
-        records, block_tokens = self.records, self.layout.block_tokens[self.layout.traced]
+        records, traced, block_tokens = self.records, self.layout.traced, self.layout.block_tokens[self.layout.traced]
         num_gone = self._num_records - len(records)
         running = {state.observed.number for state in job.requests if not state.observed.has_ended}
-        for number, num_blocks in job.blocks_of.items():
+        for number, num_blocks in Counter(number for number, _, block in job.blocks if block.group == traced).items():
             if number >= num_gone:
                 record = records[number - num_gone]
                 record.stored_tokens += num_blocks * block_tokens

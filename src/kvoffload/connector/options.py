@@ -92,8 +92,8 @@ class RequestOptions:
         those of the client count more, except that neither can allow what the other forbids."""
         params = params if isinstance(params, Mapping) else {}
         sent = params.get(PARAM)
-        remote_decode = bool(params.get("do_remote_decode"))
-        if sent is None and not remote_decode and not engine_options:
+        goes_on = bool(params.get("do_remote_decode"))
+        if sent is None and not goes_on and not engine_options:
             return DEFAULT
         options = sent if isinstance(sent, Mapping) else {}
         known: dict[str, Any] = {}
@@ -109,13 +109,8 @@ class RequestOptions:
             ignored.append(UNKNOWN)
         if ignored:
             logger.debug("kvoffload: options of a request are not valid and are left out: %s", ", ".join(ignored))
-        return cls(
-            **known,
-            remote_decode=remote_decode,
-            is_passed_on=remote_decode,
-            is_sent=sent is not None,
-            ignored=tuple(ignored),
-        )
+        known |= {"is_sent": sent is not None, "ignored": tuple(ignored)}
+        return cls(**known, remote_decode=goes_on, is_passed_on=goes_on)
 
     def to_pass_on(self) -> dict[str, Any]:
         """Returns what the same request must say where it goes on: all options of the client but a hand-over."""

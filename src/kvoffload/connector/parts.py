@@ -35,10 +35,8 @@ PAGE_ALIGNMENT = 16
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Into how many parts the blocks of each KV cache group are divided: ``counts``, the same on every rank.
-
-    The parts of a group follow one another, in the order of the groups.
-    """
+    """Into how many parts the blocks of each KV cache group are divided: ``counts``, the same on every rank. The parts
+    of a group follow one another, in the order of the groups."""
 
     counts: tuple[int, ...]
     is_divided: bool = field(init=False, repr=False, compare=False)
@@ -63,14 +61,12 @@ class Parts:
     def step(self, step: ScheduledStep) -> ScheduledStep:
         """Returns the step with one block table per part, and each boundary state once per part of its group."""
         parts = [range(last + 1 - count, last + 1) for last, count in zip(self.last, self.counts, strict=True)]
-        return dataclasses.replace(
-            step,
-            block_ids={req_id: tuple(self.of_groups(tables)) for req_id, tables in step.block_ids.items()},
-            boundary_states={
-                req_id: [BoundaryState(part, block, end) for g, block, end in states for part in parts[g]]
-                for req_id, states in step.boundary_states.items()
-            },
-        )
+        tables = {req_id: tuple(self.of_groups(tables)) for req_id, tables in step.block_ids.items()}
+        states = {
+            req_id: [BoundaryState(part, block, end) for g, block, end in states for part in parts[g]]
+            for req_id, states in step.boundary_states.items()
+        }
+        return dataclasses.replace(step, block_ids=tables, boundary_states=states)
 
     def page_groups(self, groups: Sequence[PageGroup]) -> list[PageGroup]:
         """Returns the pages of every part: each has a range of the bytes of each device block of its group."""
@@ -137,9 +133,8 @@ def plan_parts(groups: Sequence[KVGroup], ranks: Sequence[Sequence[int]]) -> Par
     larger one of that with these states and that without any.
     """
     by_rank = Counter(map(tuple, ranks))
-    block_bytes = [
-        sum(sizes[g] * n for sizes, n in by_rank.items()) * group.block_size_factor for g, group in enumerate(groups)
-    ]
+    total = [sum(sizes) for sizes in zip(*ranks, strict=True)]
+    block_bytes = [size * group.block_size_factor for size, group in zip(total, groups, strict=True)]
     align = math.lcm(*(group.block_tokens for group in groups))
     weights = [align / max(group.block_tokens, STATE_TOKENS if group.state else 0) for group in groups]
     mixes = [weights, [0.0 if group.state else weight for group, weight in zip(groups, weights, strict=True)]]
@@ -163,8 +158,7 @@ def plan_parts(groups: Sequence[KVGroup], ranks: Sequence[Sequence[int]]) -> Par
 
     whole = plan((1,) * len(groups))
     # If the ranks have different blocks, their slots cannot all be full: one of these divisions is good on average.
-    average = [sum(sizes) for sizes in zip(*ranks, strict=True)]
-    found = {counts for sizes in (*by_rank, average) for counts in _divisions(groups, sizes)}
+    found = {counts for sizes in (*by_rank, total) for counts in _divisions(groups, sizes)}
     best = min([whole, *map(plan, sorted(found))], key=cost)
     return dataclasses.replace(best, waste_of_whole=whole.waste)
 

@@ -54,11 +54,9 @@ class Ranks:
             try:
                 parts = within(deadline_s, partial(gather, values))
             except TimeoutError as error:
-                raise own or ConfigError(
-                    fault=f"some rank has not registered its KV cache within {deadline_s:g} s",
-                    fix="its log says why, unless kvoffload is not configured there: give every node the same "
-                    "--kv-transfer-config",
-                ) from error
+                fault = f"some rank has not registered its KV cache within {deadline_s:g} s"
+                fix = "its log says why, unless kvoffload is not configured there: give every node the same"
+                raise own or ConfigError(fault=fault, fix=f"{fix} --kv-transfer-config") from error
             except Exception as error:
                 fault = f"the connection to the other ranks broke ({error})"
                 raise own or ConfigError(fault=fault, fix="their logs say why") from error
@@ -107,10 +105,8 @@ def check_settings(shares: Sequence[KVShare]) -> None:
     for rank, share in enumerate(shares):
         for (name, value), (_, expected) in zip(share.settings, shares[0].settings, strict=True):
             if value != expected:
-                raise ConfigError(
-                    f"{name}={value} on rank {rank}, but {expected} on rank 0: start every node with the same "
-                    "--kv-transfer-config"
-                )
+                fault = f"{name}={value} on rank {rank}, but {expected} on rank 0"
+                raise ConfigError(f"{fault}: start every node with the same --kv-transfer-config")
 
 
 def count_replicas(shares: Sequence[KVShare]) -> int:
@@ -171,9 +167,8 @@ def join(shares: Sequence[KVShare], kv_groups: Sequence[KVGroup], rank: int, sta
     if plan_parts(kv_groups, [row_bytes]).parts.is_divided:
         return "the KV cache groups have blocks of different sizes, which are divided"
     before = stages[: rank // stage_ranks]
-    return CanonicalRows(
-        layers, row_bytes, tuple(sum(_bytes(stage[g]) for stage in before) for g in range(len(groups)))
-    )
+    begins = tuple(sum(_bytes(stage[g]) for stage in before) for g in range(len(groups)))
+    return CanonicalRows(layers, row_bytes, begins)
 
 
 def place(group: PageGroup, runs: Sequence[Sequence[PageRun]], pages: Sequence[int], begin: int, row: int) -> PageGroup:
@@ -187,9 +182,8 @@ def place(group: PageGroup, runs: Sequence[Sequence[PageRun]], pages: Sequence[i
         page_bytes, ends = int(view.shape[1]), 0
         for run in sorted(of_view, key=lambda run: run.local):
             if run.local != ends or not 0 <= run.canonical <= size - run.nbytes:
-                raise ValueError(
-                    f"{run} is not in a page of {page_bytes} bytes, or in one of {size} bytes of all ranks"
-                )
+                where = f"a page of {page_bytes} bytes, or in one of {size} bytes of all ranks"
+                raise ValueError(f"{run} is not in {where}")
             ends += run.nbytes
             views.append(view[:, run.local : ends])
             offsets.append(at + run.canonical)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from itertools import zip_longest
 from operator import mul
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvoffload.abc import BlockHash, OffloadingManager, OffloadKey, ReqContext, Request, TieredManager
 from kvoffload.cache.tenants import Tenants
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from kvoffload.connector.resets import BlockOrigins
 
 MAX_BLOCKS_PER_STEP = 8192
-"""Blocks per request and group that one step stores. A step computes fewer, so only a very long hit in the engine's own
-cache takes several steps to be stored, and none of them takes long."""
+"""Blocks per request and group that one step stores. Only a very long hit in the engine's own cache has more."""
 MAX_QUEUED = 1024
 """Requests that are noted. Those that come while there are more are not read ahead."""
 NEW_PER_STEP = 4
@@ -67,6 +66,21 @@ class Changes:
     """Whether it was since the last step: the engine must take one, so that events and metrics show the reset."""
 
 
+class Hit(NamedTuple):
+    """The longest hit of a request."""
+
+    end: int = 0
+    """Up to this token, every group has the blocks that the request needs to continue there."""
+    missed: OffloadKey | None = None
+    """The first key that was missing for more."""
+    is_known: bool = True
+    """False: a lower tier has not answered yet, and the hit may become longer."""
+    junction: int = 0
+    """The last position behind ``end`` up to which host memory has the blocks but not the states."""
+    no_state: OffloadKey | None = None
+    """A state behind ``end`` that no tier has either: without it, blocks in lower tiers are of no use."""
+
+
 @dataclass(slots=True, eq=False)
 class Match:
     """A lookup with ``computed`` tokens on the device, remembered until ``change`` or ``expires``."""
@@ -76,12 +90,8 @@ class Match:
     computed: int
     tokens: int | None = 0
     """How many tokens can be loaded. None: the request waits, for the load of another or for an answer."""
-    missed: OffloadKey | None = None
-    """The first block that was missing for more."""
+    hit: Hit = Hit()  # noqa: RUF009  (it is immutable)
     expires: float = float("inf")
-    junction: int = 0
-    no_state: OffloadKey | None = None
-    """See Hit."""
 
 
 @dataclass(slots=True, eq=False)
@@ -164,13 +174,12 @@ class RequestState:
     has_given_up: bool = False
     """Whether nothing is loaded or stored for it: its adapter is not known or has changed, or it may drop tokens."""
     phase: Phase = Phase.WAITING
-    storing: Storing = Storing.ALLOWED
     may_load: bool = True
     num_jobs: int = 0
 
     @property
     def may_store(self) -> bool:
-        return self.options.store and self.storing is not Storing.STALE and self.origin is not None
+        return self.options.store and self.blocks.storing is not Storing.STALE and self.origin is not None
 
     @property
     def has_copied_part(self) -> bool:
@@ -189,29 +198,20 @@ class RequestState:
         self.may_load, self.origin, self.lookup.match = False, None, None
         self.has_given_up = True
 
-    def extend_keys(self) -> bool:
-        """Makes the keys of blocks that became whole. Returns False if those made before were of other tokens."""
-        if self.blocks.extend_keys():
-            return True
-        if self.storing is Storing.REFUSED:
-            self.storing = Storing.ALLOWED
-        return False
-
     def take_match(self) -> Match | None:
         """Called when device blocks were allocated. Returns the lookup since the last time: the engine acts on it."""
         match, self.lookup.match = self.lookup.match, None
         self.phase = Phase.RUNNING
-        self.filled.computed = 0 if match is None else match.computed
-        self.filled.loaded_end = 0
+        self.filled.computed = self.filled.loaded_end = 0
         if match is not None:
-            self.blocks.loaded = None
+            self.filled.computed, self.blocks.loaded = match.computed, None
         return match
 
     def lose_blocks(self, has_new_ones: bool) -> None:
         """Called when the request was preempted. ``has_new_ones``: device blocks were allocated to it again since."""
         self.blocks.clear_tables()
-        if self.storing is Storing.STALE:
-            self.storing = Storing.ALLOWED
+        if self.blocks.storing is Storing.STALE:
+            self.blocks.storing = Storing.ALLOWED
             self.blocks.restart_stores()
         if not has_new_ones:
             self.blocks.loaded = None
@@ -224,7 +224,7 @@ class RequestState:
         self.lookup.match = None
         self.blocks.stored.clear()
         self.blocks.restart_stores()
-        self.storing = Storing.ALLOWED if self.phase is Phase.WAITING else Storing.STALE
+        self.blocks.storing = Storing.ALLOWED if self.phase is Phase.WAITING else Storing.STALE
 
 
 @dataclass(slots=True, eq=False)
@@ -253,8 +253,8 @@ class RequestBlocks:
     """No block becomes due before this many tokens are computed."""
     stored_end: int = 0
     """The end, in tokens, of the blocks in its present tables that were given to ``prepare_store`` or noted."""
-    _num_hashes: int = 0
-    _last_hash: BlockHash = b""
+    storing: Storing = Storing.ALLOWED
+    _hashed: tuple[int, BlockHash] = 0, b""
     """The block hashes of which keys were made: their number and the last one."""
 
     def __post_init__(self) -> None:
@@ -274,32 +274,30 @@ class RequestBlocks:
         """Makes the keys of blocks that became whole. If the engine has taken tokens back and given others, all keys
         are made again and False is returned: what was stored or refused belongs to other tokens."""
         request, layout, is_same = self.request, self.layout, True
-        hashes = request.block_hashes
-        num_hashes, before = len(hashes), self._num_hashes
-        # Hashes are chained, so the last one shows whether any has changed. It is mostly the same object.
-        has_changed = before and (
-            num_hashes < before or (hashes[before - 1] is not self._last_hash and hashes[before - 1] != self._last_hash)
-        )
+        hashes, (before, last) = request.block_hashes, self._hashed
+        num_hashes = len(hashes)
+        # Hashes are chained, so the last one shows whether any has changed.
+        has_changed = num_hashes < before or (before and hashes[before - 1] != last)
         if has_changed or layout.ahead:
             # No hash may cover the tokens after a block yet.
             is_same = not self.has_other_tokens(None if has_changed else layout.ahead)
             if not is_same:
                 self.keys = tuple([] for _ in layout.groups)
                 self.restart_stores()
+                if self.storing is Storing.REFUSED:
+                    self.storing = Storing.ALLOWED
         elif num_hashes == before:
             return True
-        self._num_hashes, self._last_hash = num_hashes, hashes[-1] if num_hashes else b""
+        self._hashed = num_hashes, hashes[-1] if num_hashes else b""
         layout.extend_keys(self.keys, request, self.namespace)
         return is_same
 
     def has_other_tokens(self, groups: Iterable[int] | None = None) -> bool:
         """Whether the engine has taken tokens back, and given others, since the keys of ``groups`` (all) were made."""
-        layout, request = self.layout, self.request
+        layout, request, namespace = self.layout, self.request, self.namespace
         for g in range(len(self.keys)) if groups is None else groups:
-            last, num_keys = self.keys[g][-1:], len(self.keys[g])
-            if num_keys > layout.num_named(g, request):
-                return True
-            if last and last[0] != layout.key(g, num_keys - 1, request, self.namespace):
+            keys, last = self.keys[g], len(self.keys[g]) - 1
+            if keys and (last >= layout.num_named(g, request) or keys[last] != layout.key(g, last, request, namespace)):
                 return True
         return False
 
@@ -308,8 +306,7 @@ class RequestBlocks:
         return self.keys[0] if len(self.keys) == 1 else self._merged(range(len(self.keys)))
 
     def used_keys(self, state_ends: Collection[int]) -> list[OffloadKey]:
-        """Returns the same without states, except those after ``state_ends`` tokens, boundaries of the layout. A state
-        comes after the blocks that end where it does."""
+        """Returns the same, of states only those after ``state_ends`` tokens, behind the blocks that end there."""
         layout = self.layout
         if not layout.states:
             return self.keys_in_order()
@@ -341,13 +338,6 @@ class RequestBlocks:
             return merged + [key for keys in rest for key in keys if key is not None]
         ends = sorted(((i + 1) * sizes[g], g, i) for g in groups for i in range(len(self.keys[g])))
         return [self.keys[g][i] for _, g, i in ends]
-
-    def add_to_tables(self, tables: Sequence[Sequence[int]]) -> None:
-        if len(tables) == len(self.tables) == 1:
-            self.tables[0].extend(tables[0])
-            return
-        for mine, new in zip(self.tables, tables, strict=True):
-            mine.extend(new)
 
     def replace_tables(self, tables: Sequence[Sequence[int]]) -> tuple[list[Sequence[int]], tuple[Sequence[int], ...]]:
         """Takes a whole new table per group. Returns the device blocks of computed tokens, and the others."""
@@ -383,47 +373,33 @@ class RequestBlocks:
                 device_blocks = table[first * factor : end * factor]
                 next_one = Block(0, first, keys[first], first * factor, device_blocks)
                 return [] if NULL_BLOCK in device_blocks else [next_one], (end,)
-        due: list[Block] = []
-        ends: list[int] = []
-        for g, first in enumerate(self.next_store):
+        due, ends = list[Block](), list(self.next_store)
+        for g, start in enumerate(self.next_store):
             if g in layout.states:
-                ends.append(first)
                 continue
-            keys, table, factor = self.keys[g], self.tables[g], layout.groups[g].block_size_factor
+            keys, table, group = self.keys[g], self.tables[g], layout.groups[g]
+            size, factor = group.device_block_size, group.block_size_factor
             num_whole = min(layout.num_final(g, tokens), most // layout.block_tokens[g], len(keys))
-            end = min(num_whole, len(table) // factor, first + MAX_BLOCKS_PER_STEP)
-            if end <= first:
-                ends.append(first)
-                continue
-            ends.append(end)
-            if g in layout.windows:
-                due += self._due_in_window(g, range(first, end), num_before)
-                continue
+            ends[g] = max(start, min(num_whole, len(table) // factor, start + MAX_BLOCKS_PER_STEP))
             loaded = self.loaded[g] if self.loaded is not None else ()
-            for i in range(first, end):
-                device_blocks = table[i * factor : (i + 1) * factor]
-                if NULL_BLOCK not in device_blocks and i not in loaded:
-                    due.append(Block(g, i, keys[i], i * factor, device_blocks))
+            is_full = g in layout.full
+            gone = 0 if is_full else group.skipped_tokens(num_before) // size
+            for ordinal in range(start, ends[g]):
+                first, last = ordinal * factor, (ordinal + 1) * factor
+                if not is_full:
+                    # A request that finds the block needs only what the token at its end, or before it, attends to.
+                    needed = max(first, group.skipped_tokens(last * size - 1) // size)
+                    first = max(first, min(gone, last))
+                    while first < needed and table[first] == NULL_BLOCK:
+                        first += 1
+                    if first > needed:
+                        continue
+                device_blocks = table[first:last]
+                if NULL_BLOCK not in device_blocks and ordinal not in loaded:
+                    due.append(Block(g, ordinal, keys[ordinal], first, device_blocks))
         if len(ends) > 1:
             due.sort(key=lambda block: (block.ordinal + 1) * layout.block_tokens[block.group])
         return due, tuple(ends)
-
-    def _due_in_window(self, g: int, ordinals: range, num_before: int) -> Iterator[Block]:
-        group, table = self.layout.groups[g], self.tables[g]
-        size, factor = group.device_block_size, group.block_size_factor
-        gone = group.skipped_tokens(num_before) // size
-        loaded = self.loaded[g] if self.loaded is not None else ()
-        for ordinal in ordinals:
-            if ordinal in loaded:
-                continue
-            first, last = ordinal * factor, (ordinal + 1) * factor
-            # A request that finds the block needs only what the token at its end, or before it, attends to.
-            needed = max(first, group.skipped_tokens(last * size - 1) // size)
-            first = max(first, min(gone, last))
-            while first < last and table[first] == NULL_BLOCK:
-                first += 1
-            if first <= needed and NULL_BLOCK not in table[first:last]:
-                yield Block(g, ordinal, self.keys[g][ordinal], first, table[first:last])
 
     def stored_up_to(self, next_store: tuple[int, ...]) -> None:
         """Notes that the blocks before ``next_store`` were given to ``prepare_store``."""
@@ -442,9 +418,8 @@ class RequestBlocks:
 
 @dataclass(eq=False)
 class QueuedRequests:
-    """Makes the states of requests. Those that the engine has announced, and does not look up in its next step, are
-    announced to a manager with lower tiers in the order in which they came. Models with several KV cache groups, and
-    requests with adapters, are left out."""
+    """Makes the states of requests. Announces to a manager with lower tiers, in order, those that the engine has queued
+    and does not look up in its next step, except with several KV cache groups or an adapter."""
 
     manager: OffloadingManager
     engine: EngineSpec
@@ -467,17 +442,12 @@ class QueuedRequests:
         most = engine.layout.longest_chain(self.manager.most_blocks(tenant.namespace))
         namespace = tenant.namespace if adapters is None else tenant.namespace + NO_ADAPTER
         hints = options.hints(tenant.namespace)
+        context = ReqContext(request.request_id, params, hints=hints, goes_on=options.remote_decode)
+        blocks = RequestBlocks(request, engine.layout, namespace, min(most, options.max_tokens))
         adapter = None if adapters is None else adapters.begin(request)
-        state = RequestState(
-            request,
-            ReqContext(request.request_id, params, hints=hints, goes_on=options.remote_decode),
-            options,
-            RequestBlocks(request, engine.layout, namespace, min(most, options.max_tokens)),
-            ObservedRequest(tenant.label),
-            adapter,
-            origin=frozenset() if adapter is None else None,
-            may_load=options.load,
-        )
+        origin = frozenset[bytes]() if adapter is None else None
+        state = RequestState(request, context, options, blocks, ObservedRequest(tenant.label), adapter, origin)
+        state.may_load = options.load
         if options.handover is not None:
             state.lookup.handover = Handover(**options.handover)
         if engine.drops_tokens is not None and engine.drops_tokens(request):
@@ -502,13 +472,12 @@ class QueuedRequests:
 
     def read_ahead(self) -> None:
         """Called in every step, after its lookups."""
-        num_left, manager = NEW_PER_STEP, self.manager
-        while isinstance(manager, TieredManager) and self.new and num_left:
+        manager = self.manager
+        for _ in range(min(NEW_PER_STEP, len(self.new))):
             req_id, request = self.new.popitem(last=False)
-            num_left -= 1
             state = self.expected[req_id] = self.make(request)
             keys, layout = state.blocks.keys, self.engine.layout
-            if state.may_load and state.adapter is None and len(keys) == 1:
-                state.extend_keys()
+            if isinstance(manager, TieredManager) and state.may_load and state.adapter is None and len(keys) == 1:
+                state.blocks.extend_keys()
                 end = layout.num_final(0, min(request.num_tokens - 1, state.options.max_tokens))
                 manager.expect(keys[0][:end], state.context)

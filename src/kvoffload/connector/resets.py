@@ -73,8 +73,7 @@ class PausedContents:
 
 
 class BlockOrigins:
-    """Device blocks that were filled since the last reset, from nothing that was computed before it, each with the
-    adapter that has computed it.
+    """Device blocks filled since the last reset, from nothing computed before it, each with the adapter of its KV.
 
     The engine's own cache may hold KV of weights that are gone, of other bytes under the name of an adapter, and of
     other tokens than their names say (``EngineSpec.drops_tokens``). A request that continues from such blocks must
@@ -106,6 +105,6 @@ class BlockOrigins:
             return
         origin = None if state is None else state.origin
         if state is not None and any(origins.get(block, self._others) != origin for block in found - {NULL_BLOCK}):
-            state.storing = Storing.STALE
-        is_sound = state is not None and state.storing is not Storing.STALE
+            state.blocks.storing = Storing.STALE
+        is_sound = state is not None and state.blocks.storing is not Storing.STALE
         origins.update(dict.fromkeys(new, origin if is_sound else None))

@@ -44,6 +44,7 @@ WEIGHTS_CHANGED = (
     "from now on serves no later process. After an update call reset_prefix_cache(reset_connector=True), which also "
     "keeps the engine's own cache from answering with old KV"
 )
+OFF = "kvoffload: OFFLOADING IS OFF: %s failed; requests are computed from here on"
 OTHERS_FAILED = (
     "kvoffload: another connector failed to load blocks, and requests have computed with them: nothing that requests "
     "in progress have computed is stored"
@@ -183,12 +184,11 @@ class OffloadingConnectorScheduler:
         if step.block_ids:
             leaving += self.stores.take_tables(step, requests, self.sound)
         leaving += step.written
-        handed_out = set(leaving)
-        handed_out.discard(NULL_BLOCK)
+        handed_out = set(leaving) - {NULL_BLOCK}
         if jobs.finished:
             # Their device blocks may have been handed out again in this very step: then they are read first.
             self.stores.store_finished(jobs.finished)
-            self.observer.planned_last_stores([state for state, _ in jobs.finished])
+            self.observer.planned_last_stores(jobs.finished)
         if (leaving_blocks := self.stores.leaving) is not None:
             self.loads.cut(handed_out)
             loading = [at for spec in meta.loads.values() for at in spec.device.block_ids.tolist()]
@@ -218,7 +218,7 @@ class OffloadingConnectorScheduler:
         if self.paused.checks:
             self.paused.take_report(report)
         if (adapters := self.lookups.adapters) is not None and (report.adapters or report.answers):
-            states = [*self.requests.values(), *(state for state, _ in self.jobs.finished)]
+            states = [*self.requests.values(), *self.jobs.finished]
             self.sound.discard(adapters.take_report(report, states))
         self.jobs.poll()
         for name in COPIED:
@@ -256,7 +256,7 @@ class OffloadingConnectorScheduler:
         for state in self.requests.values():
             state.forget_stores()
             self.manager.release_request(state.context)
-        self.observer.planned_last_stores([state for state, _ in self.jobs.finished])
+        self.observer.planned_last_stores(self.jobs.finished)
         self.jobs.finished.clear()
 
     @guarded(lambda self, request: self._forget(request))
@@ -268,8 +268,7 @@ class OffloadingConnectorScheduler:
         with the same request to the server that is to go on. The answer to a client that has sent options says, under
         the key PARAM, what its request has found and had retained, or with ``do_remote_decode`` repeats the options.
         """
-        state = self.requests.pop(request.request_id, None)
-        if state is None:
+        if (state := self.requests.pop(request.request_id, None)) is None:
             if (queued := self.queued.take(request)) is not None:
                 self.manager.release_request(queued.context)
             return False, None
@@ -277,7 +276,7 @@ class OffloadingConnectorScheduler:
         self.stores.end(state)
         self.observer.end(state, *self.stores.retain(state))
         if has_blocks := any(state.blocks.tables):
-            self.jobs.finished.append((state, request.num_computed_tokens))
+            self.jobs.finished[state] = request.num_computed_tokens
         if not has_blocks or not state.options.remote_decode:
             return False, _answer(state, None)
         if (handover := self.stores.hand_over(state)) is not None:
@@ -305,8 +304,7 @@ class OffloadingConnectorScheduler:
     @guarded(lambda self, is_pause=False: None)
     def reset(self, is_pause: bool = False) -> None:
         """Drops every block. KV that requests in progress have computed so far, or compute on top of it, is not stored:
-        it may belong to weights that are gone, as may older KV that they find in the engine's own cache. Loads and
-        stores in progress count as failed.
+        it may belong to weights that are gone, as may older KV in the engine's cache. Jobs in progress count as failed.
 
         ``is_pause``: the engine pauses or falls asleep. No block is dropped yet, and none is found before all workers
         have compared all of their weights with those that the blocks were computed with, at the first lookup or
@@ -315,10 +313,7 @@ class OffloadingConnectorScheduler:
         """
         self.paused.reset(keeps=is_pause)
         # With the next step workers learn of the reset: a load in it would pass for one that began afterwards.
-        unsent = self.jobs.break_loads()
-        for job in unsent:
-            self.loads.end_job(job)
-        self.observer.copied(unsent)
+        self.observer.copied(self.loads.break_unsent())
         self._distrust_device()
         if is_pause:
             # The time of a pause does not count as a wait for blocks.
@@ -336,11 +331,8 @@ class OffloadingConnectorScheduler:
             logger.exception("kvoffload: shutting down failed")
 
     def _state(self, request: Request) -> RequestState:
-        state = self.requests.get(request.request_id)
-        if state is None:
-            is_noted = self.queued.new or self.queued.expected
-            state = (self.queued.take(request) if is_noted else None) or self.queued.make(request)
-            self.requests[request.request_id] = state
+        if (state := self.requests.get(request.request_id)) is None:
+            state = self.requests[request.request_id] = self.queued.take(request) or self.queued.make(request)
             self.observer.begin(state)
         return state
 
@@ -352,11 +344,7 @@ class OffloadingConnectorScheduler:
 
     def switch_off(self, where: str) -> None:
         """Ends offloading for good: promised loads and stores count as failed. Logs the exception in progress."""
-        logger.error(
-            "kvoffload: OFFLOADING IS OFF: %s failed; requests are computed from here on",
-            where,
-            exc_info=sys.exc_info()[0] is not None,
-        )
+        logger.error(OFF, where, exc_info=sys.exception())
         self.off = True
         self.metrics.set("off", 1)
         self.jobs.break_off()

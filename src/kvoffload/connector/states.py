@@ -118,8 +118,7 @@ class StateKeeper:
 
     def end(self, req_id: str) -> set[int]:
         """Forgets a request that has ended. Returns where its states are kept, and where it has continued from one."""
-        kept = self._requests.pop(req_id, None)
-        if kept is None:
+        if (kept := self._requests.pop(req_id, None)) is None:
             return set()
         for end in list(kept.own):
             self._disown(kept, end)
@@ -140,8 +139,7 @@ class StateKeeper:
         return keys
 
     def _kept(self, state: RequestState) -> _Kept:
-        kept = self._requests.get(state.context.req_id)
-        if kept is None:
+        if (kept := self._requests.get(state.context.req_id)) is None:
             # The next token is computed, and blocks with a lookahead have no name before the tokens behind are known.
             last = state.request.num_tokens - max(1, self._lookahead)
             stored, align = state.blocks.max_stored_tokens, self._layout.align

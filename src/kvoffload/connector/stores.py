@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import secrets
-from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvoffload.abc import BoundaryState, Offer, OffloadKey, PrepareStoreOutput, Retained, ScheduledStep, TieredManager
 from kvoffload.connector.handover import SERVER_CHARS, Handover, name_of
-from kvoffload.connector.jobs import Job, JobTable, NumberedBlocks
+from kvoffload.connector.jobs import Job, JobTable
 from kvoffload.connector.layout import NULL_BLOCK, Block
 from kvoffload.connector.leaving import LeavingBlocks
 from kvoffload.connector.options import NEVER
@@ -23,7 +22,6 @@ MAX_TOGETHER = 8
 """Blocks that decoding completes within so many steps are stored by one job."""
 TOGETHER_SHARE = 1 / 8
 """A block waits for others for at most this share of its tokens."""
-STORE_FAILED = "kvoffload: a store failed, or came too late for its blocks, and was dropped"
 
 
 @dataclass(slots=True, eq=False)
@@ -40,11 +38,9 @@ class DueList:
 
     The list counts tokens. In each step the count grows by the largest number of tokens that a request computes,
     ignoring requests that compute more than FEW_TOKENS. So a request that lacks n tokens cannot be due before the count
-    has grown by n. If the engine takes tokens back, the request only becomes due later. Each request is in the list at
-    most once.
+    has grown by n. If the engine takes tokens back, the request only becomes due later. It is in the list at most once.
 
-    With ``together`` above 1, requests that become due within as many counts come out at the last of these, so that one
-    job stores what neighbouring steps complete.
+    Requests that are due within ``together`` counts come out at the last of these: one job stores what they complete.
     """
 
     def __init__(self, together: int = 1) -> None:
@@ -77,16 +73,13 @@ class DueList:
         due: list[str] = []
         if most > FEW_TOKENS:
             due = [req_id for req_id, tokens in scheduled.items() if tokens > FEW_TOKENS]
-            tokens = sorted(scheduled.values())
-            few = bisect_right(tokens, FEW_TOKENS)
-            most = tokens[few - 1] if few else 0
+            most = max([tokens for tokens in scheduled.values() if tokens <= FEW_TOKENS], default=0)
         for req_id in due:
             self.remove(req_id)
-        before = self._count
         # A request that is to be looked at again in the next step is taken out even if nothing is computed.
-        self._count = before + max(most, 1)
-        for at in range(before + 1, self._count + 1):
-            requests = self._by_count.pop(at, ())
+        for _ in range(max(most, 1)):
+            self._count += 1
+            requests = self._by_count.pop(self._count, ())
             for req_id in requests:
                 del self._count_of[req_id]
             due += requests
@@ -120,22 +113,21 @@ class StorePlanner:
         """Takes in the device blocks that the step gives to requests, and returns those that they write to. A request
         with a whole new table is looked at in its next step."""
         handed_out: list[int] = []
-        found: Sequence[Sequence[int]] = ()
         replaced, is_tracking = step.replaced, sound.origins is not None
         for req_id, new in step.block_ids.items():
-            state, found = requests.get(req_id), ()
+            state = requests.get(req_id)
+            found: Sequence[Sequence[int]] = ()
             if state is not None:
-                if state.filled.of_others:
-                    state.filled.of_others = frozenset()
+                state.filled.of_others = frozenset()
                 if req_id in replaced:
                     if is_tracking and state.has_copied_part:
-                        state.storing = Storing.STALE
+                        state.blocks.storing = Storing.STALE
                     found, new = state.blocks.replace_tables(new)
-                    self._due.add(req_id, 1)
                 else:
-                    state.blocks.add_to_tables(new)
-                    if req_id not in self._due:
-                        self._due.add(req_id, 1)
+                    for table, more in zip(state.blocks.tables, new, strict=True):
+                        table.extend(more)
+                if req_id in replaced or req_id not in self._due:
+                    self._due.add(req_id, 1)
             for of_group in new:
                 handed_out += of_group
             if is_tracking:
@@ -186,12 +178,13 @@ class StorePlanner:
     def _stored_in_the_end(self, state: RequestState) -> list[OffloadKey]:
         """Returns the blocks of a request that has ended which host memory has, or gets with its last ones."""
         blocks, num_computed = state.blocks, state.request.num_computed_tokens
-        state.extend_keys()
+        blocks.extend_keys()
         # What has left host memory since is stored again.
         blocks.restart_stores()
         blocks.loaded = None
         due = self.due_of(state, num_computed, num_computed)
-        coming = set() if due is None or state.storing is Storing.REFUSED else {block.key for block in due.blocks}
+        is_refused = blocks.storing is Storing.REFUSED
+        coming = set() if due is None or is_refused else {block.key for block in due.blocks}
         keys = blocks.computed_keys()
         found = self._manager.lookup_each(keys, replace(state.context, may_wait=False))
         return [key for key, is_there in zip(keys, found, strict=True) if is_there or key in coming]
@@ -208,8 +201,7 @@ class StorePlanner:
         ends = [layout.num_final(g, prompt) * size for g, size in enumerate(layout.block_tokens)]
         ends += [prompt - layout.groups[g].lookahead for g in layout.ahead]
         if layout.windows or layout.states:
-            # The other server computes the last token of the prompt. What that needs is written for the ends of whole
-            # blocks only.
+            # The other server computes the last token. What that needs is written for the ends of whole blocks only.
             ends.append(state.observed.record.tokens_asked - 1)
         tokens = min(ends)
         while tokens := layout.last_resumable(blocks.keys, stored, tokens):
@@ -230,18 +222,19 @@ class StorePlanner:
         if self.leaving is not None:
             self.leaving.reset()
 
-    def store_finished(self, finished: Sequence[tuple[RequestState, int]]) -> None:
+    def store_finished(self, finished: Mapping[RequestState, int]) -> None:
         """Makes the jobs for the last blocks of requests that have ended, each with its number of computed tokens.
         Then puts their whole chains in order, and offers them to lower tiers."""
-        dues = [self.due_of(state, computed, computed) for state, computed in finished]
+        dues = [self.due_of(state, computed, computed) for state, computed in finished.items()]
         self._store([due for due in dues if due is not None])
-        for state, _ in finished:
+        for state in finished:
             if state.lookup.was_touched:
                 blocks, chain = state.blocks, state.blocks.keys_in_order()
                 used = blocks.used_keys(blocks.state_ends) if self._layout.states else chain
                 self._manager.end_chain(used, blocks.stored, state.context, chain)
                 if self.leaving is not None and state.context.hints is None:
-                    self._manager.note_device(held=self.leaving.device.having(chain))
+                    held = self.leaving.device.latest
+                    self._manager.note_device(held=[key for key in chain if key in held])
 
     def store_running(self, scheduled: Mapping[str, int], requests: Mapping[str, RequestState]) -> None:
         """Makes the jobs for blocks that are completed by a step which computes these numbers of tokens."""
@@ -282,7 +275,7 @@ class StorePlanner:
             self.leaving.device.forget_early(job.device_blocks)
         if self._jobs.is_current(job):
             self._jobs.observer.metrics.add("store_failures")
-            self._jobs.observer.warn(STORE_FAILED)
+            self._jobs.observer.warn("kvoffload: a store failed, or came too late for its blocks, and was dropped")
         return True
 
     def allocated(self, state: RequestState, match: Match | None, num_loaded: int) -> None:
@@ -290,7 +283,7 @@ class StorePlanner:
         if self.leaving is not None:
             self.leaving.expect(state.context.req_id, 0)
         if self._keeper is not None and match is not None:
-            self._keeper.begin(state, match.computed + num_loaded, match.junction)
+            self._keeper.begin(state, match.computed + num_loaded, match.hit.junction)
 
     def store_states(self, step: ScheduledStep, lost: Collection[str], requests: Mapping[str, RequestState]) -> None:
         """Makes the jobs for those states worth keeping that a step completes. A state for which there is no room is
@@ -299,15 +292,11 @@ class StorePlanner:
             state = requests.get(req_id)
             if state is None or req_id in lost or self._keeper is None:
                 continue
-            blocks = self._states_of(state, offered, self._keeper)
-            if not (keys := [block.key for block in blocks]):
+            if not (blocks := self._states_of(state, offered, self._keeper)):
                 continue
-            if state.storing is Storing.REFUSED:
-                self._manager.prepare_store(keys, state.context, Offer.BEHIND_REFUSED)
-            elif (output := self._manager.prepare_store(keys, state.context)) is None:
-                self._jobs.refuse_store()
-            else:
-                self._start([Due(state, blocks, state.blocks.next_store)], output)
+            is_refused = state.blocks.storing is Storing.REFUSED
+            output = self._offer([Due(state, blocks, state.blocks.next_store)])
+            if output is not None and not is_refused:
                 # A state that was refused takes the place of no other.
                 present = [block for block in blocks if block.key not in output.refused_keys]
                 if superseded := self._keeper.stored(state, present, frozenset(output.keys_to_store)):
@@ -317,7 +306,7 @@ class StorePlanner:
         """Returns those of the ``offered`` states of a request that are stored: all groups' or none at a position."""
         if state.phase is Phase.LOADING or not state.may_store:
             return []
-        state.extend_keys()
+        state.blocks.extend_keys()
         layout, keys = self._layout, state.blocks.keys
         found: dict[int, list[Block]] = {}
         for g, device_block, end in offered:
@@ -334,7 +323,7 @@ class StorePlanner:
         is_early = num_computed < blocks.store_at or state.request.num_tokens < blocks.store_at
         if is_early or state.phase is Phase.LOADING or not state.may_store:
             return None
-        if not state.extend_keys() and self.leaving is not None:
+        if not state.blocks.extend_keys() and self.leaving is not None:
             self.leaving.drop_tables(state)
         found, next_store = blocks.due(num_computed, num_before)
         return Due(state, found, next_store)
@@ -350,33 +339,32 @@ class StorePlanner:
                 if self._is_late and not due.state.options.remote_decode:
                     due.state.blocks.stored_up_to(due.next_store)
                     continue
-            if due.blocks and due.state.storing is not Storing.REFUSED:
-                # Only single blocks with all of their device blocks can share a job. What is to be retained, or handed
-                # over, is stored whatever it seems to be worth.
-                block, options = due.blocks[0], due.state.options
-                is_whole = len(block.device_blocks) == groups[block.group].block_size_factor
-                is_promised = options.retain_s or options.remote_decode
-                (single if len(due.blocks) == 1 and is_whole and not is_promised else chains).append(due)
+            if not due.blocks:
+                due.state.blocks.stored_up_to(due.next_store)
                 continue
-            if due.blocks:
-                keys = [block.key for block in due.blocks]
-                self._manager.prepare_store(keys, due.state.context, Offer.BEHIND_REFUSED)
-            due.state.blocks.stored_up_to(due.next_store)
-        if len(single) > 1 and (output := self._manager.prepare_store([due.blocks[0].key for due in single])):
-            self._start(single, output)
+            # Only single blocks with all of their device blocks can share a job. What is to be retained, or handed
+            # over, is stored whatever it seems to be worth.
+            block, options = due.blocks[0], due.state.options
+            is_whole = len(block.device_blocks) == groups[block.group].block_size_factor
+            is_apart = options.retain_s or options.remote_decode or due.state.blocks.storing is Storing.REFUSED
+            (single if len(due.blocks) == 1 and is_whole and not is_apart else chains).append(due)
+        if len(single) > 1 and self._offer(single):
             single = []
         for due in [*chains, *single]:
-            output = self._manager.prepare_store([block.key for block in due.blocks], due.state.context)
-            if output is None:
-                self._jobs.refuse_store()
-            else:
-                self._start([due], output)
+            self._offer([due])
 
-    def _start(self, dues: list[Due], output: PrepareStoreOutput) -> None:
-        """Makes one job of the blocks for which ``output`` has room."""
+    def _offer(self, dues: list[Due]) -> PrepareStoreOutput | None:
+        """Makes one job of the blocks that the manager takes. Returns None, and changes nothing, if it has no room."""
+        keys, context = [block.key for due in dues for block in due.blocks], dues[0].state.context
+        offer = Offer.BEHIND_REFUSED if dues[0].state.blocks.storing is Storing.REFUSED else Offer.COMPUTED
+        output = self._manager.prepare_store(keys, context if len(dues) == 1 else None, offer)
+        if output is None:
+            # Those of several requests are offered one by one next.
+            if len(dues) == 1:
+                self._jobs.refuse_store()
+            return None
         refused = frozenset(output.refused_keys)
-        new: NumberedBlocks = []
-        states: dict[RequestState, None] = {}
+        new, states = list[tuple[int, RequestState, Block]](), dict[RequestState, None]()
         # If two requests have the same block, the first one stores it.
         wanted = set(output.keys_to_store)
         for due in dues:
@@ -390,5 +378,6 @@ class StorePlanner:
                     states[state] = None
                     blocks.stored.append(key)
                 elif key in refused and block.group not in self._layout.states:
-                    state.storing = Storing.REFUSED
+                    state.blocks.storing = Storing.REFUSED
         self._jobs.add_store(new, output, list(states))
+        return output

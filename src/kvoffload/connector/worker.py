@@ -15,7 +15,6 @@ from kvoffload.connector.messages import IDLE_WAIT_S, StepMeta, WorkerReport
 
 logger = logging.getLogger(__name__)
 
-MAX_TRIES = 2
 SUSPEND_DEADLINE_S = 5.0
 """How long ``suspend`` waits for copies in progress."""
 
@@ -27,8 +26,7 @@ class Finished:
     loaded: set[str] = field(default_factory=set)
     """Requests whose load has ended, successfully or not."""
     failed: dict[str, list[int]] = field(default_factory=dict)
-    """Those of ``loaded`` whose load failed, with the device blocks that it should have filled. The engine must not use
-    the content of these blocks."""
+    """Those of ``loaded`` whose load failed, with the device blocks to be filled, whose content must not be used."""
     released: set[str] = field(default_factory=set)
     """Finished requests whose device blocks were kept for the connector, and can be freed now."""
 
@@ -43,7 +41,7 @@ class _PendingJob:
     need: AdapterNeed | None = None
     has_passed: Callable[[], bool | None] | None = None
     """Its check, which begins when the load has ended."""
-    tries_left: int = MAX_TRIES - 1
+    may_retry: bool = True
     piece: list[int] | None = None
     """See StepMeta."""
     broken: list[int] | None = None
@@ -115,20 +113,15 @@ class WeightComparisons:
         return not self._must_accept
 
     def advance(self) -> bool:
-        """Begins the comparison that is needed, or takes the result of the one in progress. Returns whether it found a
-        change."""
-        if self.watch is None:
-            return False
-        while self.answered < self.latest and not self.is_stale:
+        """Begins the comparison that is needed, or takes the result of one. Returns whether it found a change."""
+        while self.watch is not None and self.answered < self.latest and not self.is_stale:
             if self._begun == self.answered:
                 self.watch.begin()
                 self._begun = self.latest
-            changed = self.watch.poll()
-            if changed is None:
-                return False
-            self.answered = self._begun
+            if (changed := self.watch.poll()) is None:
+                break
+            self.answered, self.is_stale = self._begun, changed
             if changed:
-                self.is_stale = True
                 return True
         return False
 
@@ -189,13 +182,11 @@ class OffloadingConnectorWorker:
         finally:
             self.end_step(meta)
             self.get_finished(meta)
-            report = self.take_report()
-            if report is not None:
+            if (report := self.take_report()) is not None:
                 send_report(report)
 
     def begin_step(self, meta: StepMeta) -> None:
-        """Begins a step: submits the stores of the previous step, and those of this one whose device blocks have left
-        their requests, and completes the fenced ones."""
+        """Submits the stores of the previous step, and of blocks that have left requests; completes the fenced ones."""
         try:
             self._check_weights(meta)
         except Exception:
@@ -215,11 +206,10 @@ class OffloadingConnectorWorker:
         for job_id in meta.fences:
             if job_id in self._jobs:
                 # From here on its source may be overwritten, so a second try could read other bytes.
-                self._jobs[job_id].tries_left = 0
+                self._jobs[job_id].may_retry = False
 
     def start_loads(self, meta: StepMeta) -> None:
-        """Starts the loads of the step, or lets them wait for the stores that read their device blocks. Nothing uses
-        these before the loads are reported."""
+        """Starts the loads of the step, or lets them wait for the stores that read their device blocks."""
         for job_id, spec in meta.loads.items():
             job = self._jobs[job_id] = _PendingJob(spec, False, self._epoch, self.weights.latest)
             job.need, job.piece = meta.needs.get(job_id), meta.pieces.get(job_id)
@@ -255,8 +245,7 @@ class OffloadingConnectorWorker:
         if self.adapters.watch is not None:
             self.adapters.take_answers(self._report, 0.0 if meta.has_tokens else IDLE_WAIT_S)
         self._collect(busy=meta.has_tokens)
-        is_idle = not meta.has_tokens and not self._finished.loaded
-        if is_idle and any(not job.is_store for job in self._jobs.values()):
+        if not meta.has_tokens and not self._finished.loaded and any(not job.is_store for job in self._jobs.values()):
             self._collect(busy=False, wait_s=IDLE_WAIT_S)
         finished, self._finished = self._finished, Finished()
         return finished
@@ -332,8 +321,7 @@ class OffloadingConnectorWorker:
         self._unsubmitted.clear()
 
     def _submit(self, job_id: int) -> None:
-        job = self._jobs.get(job_id)
-        if job is None:
+        if (job := self._jobs.get(job_id)) is None:
             return
         if self._broken or self._suspended or self._is_outdated(job):
             self._end(TransferResult(job_id, ok=False))
@@ -370,14 +358,13 @@ class OffloadingConnectorWorker:
         except Exception:
             self._give_up()
         for result in ended:
-            job = self._jobs.get(result.job_id)
-            if job is None:
+            if (job := self._jobs.get(result.job_id)) is None:
                 continue
             if self._suspended and not job.is_store:
                 # The device blocks that it has filled are about to lose their memory.
                 self._end(replace(result, ok=False))
-            elif not result.ok and job.tries_left and not self._suspended:
-                job.tries_left -= 1
+            elif not result.ok and job.may_retry and not self._suspended:
+                job.may_retry = False
                 self._submit(result.job_id)
             elif result.ok and not self._is_outdated(job) and self._is_unconfirmed(job):
                 self._unconfirmed.append(result)
