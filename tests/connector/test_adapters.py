@@ -134,6 +134,8 @@ def test_an_unknown_adapter_is_neither_loaded_nor_stored(trouble: str) -> None:
     else:
         answer(rig, b"digest" if trouble.startswith("one") else UNREADABLE, UNREADABLE)
     assert not rig.start(request).stores
+    (state,) = rig.half.requests.values()
+    assert not state.options.to_pass_on(), "a server that goes on with the request may know the adapter"
     assert not rig.end(request).stores
     assert [record.reason for record in rig.half.records] == [MissReason.ADAPTER_UNKNOWN]
     if trouble != "no answer":

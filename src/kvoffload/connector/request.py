@@ -193,8 +193,7 @@ class RequestState:
         self.blocks.namespace = self.blocks.namespace[: -len(NO_ADAPTER)] + variant(digests)
 
     def give_up(self) -> None:
-        """Loads and stores nothing more for it."""
-        self.options = replace(self.options, load=False, store=False)
+        """Loads and stores nothing more for it. What its client has asked for stays: another server may go on."""
         self.may_load, self.origin, self.lookup.match = False, None, None
         self.has_given_up = True
 
