@@ -46,7 +46,10 @@ def open_disk_tier(directory: str | os.PathLike[str], capacity_bytes: int, conte
             if not root.read_only:
                 _remove_other_layouts(root, engines)
             if engines > 1:
-                share = (capacity_bytes - root.held_bytes(_is_in_engine_folder)) // engines
+                of_others = root.held_bytes(
+                    lambda folder, _: ENGINE_FOLDER.fullmatch(folder.partition("/")[0]) is not None
+                )
+                share = (capacity_bytes - of_others) // engines
                 if not root.read_only:
                     _remove_larger_shares(root, context.engine, share)
                 folder = f"engine-{context.engine}"
@@ -78,10 +81,6 @@ def _open(storage: Storage, capacity_bytes: int, context: TierContext) -> DiskTi
     if not storage.read_only:
         write_identity(storage, context.fingerprint, context.identity)
     return tier
-
-
-def _is_in_engine_folder(folder: str, name: str) -> bool:
-    return ENGINE_FOLDER.fullmatch(folder.partition("/")[0]) is not None
 
 
 def allow_descriptors(capacity_bytes: int, engines: int) -> None:
