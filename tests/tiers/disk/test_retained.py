@@ -76,7 +76,7 @@ def test_a_killed_process_loses_no_retention(rig: TimedRig) -> None:
     rig.tier.retain(keys(1, 2, 3), 7, 100.0)
     rig.drain()
     entries = np.fromfile(rig.folder / "recency", dtype="<u8")[1::2]
-    slots = rig.tier.catalog.manager.table.find(keys(1, 2, 3))
+    slots = rig.tier.catalog.blocks.table.find(keys(1, 2, 3))
     untils = [retained_until(name, int(entries[slot])) for name, slot in zip(keys(1, 2, 3), slots, strict=True)]
     assert untils == [int(rig.wall.now) + 100] * 3
     assert np.count_nonzero(entries) == 3

@@ -189,10 +189,10 @@ class DiskTier(RenewableTier):
         return TierStats(files.budget.capacity_bytes, catalog.num_blocks, files.used_bytes, catalog.num_evicted)
 
     def tenant_uses(self) -> Sequence[TenantUse]:
-        return self.catalog.manager.tenant_uses()
+        return self.catalog.blocks.tenant_uses()
 
     def most_blocks(self, key: OffloadKey) -> int:
-        return self.catalog.manager.most_blocks(key)
+        return self.catalog.blocks.room.most_blocks(key)
 
     @property
     def has_jobs(self) -> bool:
@@ -336,7 +336,7 @@ class DiskTier(RenewableTier):
         weights than that process will load."""
         if self._closed:
             return
-        self.catalog.manager.reset()
+        self.catalog.blocks.reset()
         self._note_retained()
         index = self.files.index
         index.header = replace(index.header, generation=self._new_generation(), transient=True)
@@ -357,7 +357,7 @@ class DiskTier(RenewableTier):
     def give_up(self) -> None:
         self.files.read_only = True
         self._io.abandon()
-        self.catalog.manager.reset()
+        self.catalog.blocks.reset()
 
     def close(self) -> None:
         if self._closed:
@@ -367,7 +367,7 @@ class DiskTier(RenewableTier):
         all_ended = self._executor.close(CLOSE_DEADLINE_S)
         self._unreported += self._take_results()
         self._note_retained()
-        self.catalog.manager.reset()
+        self.catalog.blocks.reset()
         if not all_ended or not self._finish(FINISH_DEADLINE_S):
             # A thread hangs in a call. Its descriptors stay open, so that none comes to name another file. The lock
             # stays, too: the thread may still write when it continues.
@@ -390,5 +390,5 @@ class DiskTier(RenewableTier):
         return True
 
     def check_integrity(self) -> None:
-        self.catalog.manager.check_integrity()
+        self.catalog.blocks.check_integrity()
         super().check_integrity()
