@@ -176,13 +176,13 @@ class BlockCache:
 
     def tenant_uses(self) -> Sequence[TenantUse]:
         """Returns what each tenant holds; nothing if the slots are not shared."""
-        kept = self.retention
-        kept.expire()
+        self.retention.expire()
+        kept = self.retention.tenants
         return [
             use._replace(
                 num_retained=kept.num_charged[t],
                 num_retained_lost=kept.num_lost[t],
-                retained_block_s=kept.block_seconds(t),
+                retained_block_s=int(kept.block_seconds[t]),
             )
             for t, use in enumerate(self.room.uses())
         ]

@@ -148,7 +148,7 @@ class PolicyOffloadingManager(OffloadingManager):
         # What its tenant pays for, or somebody waits for, is stored, whatever it seems to be worth.
         hints = None if req_context is None else req_context.hints
         is_retained = (
-            absent and hints is not None and bool(hints.retain_s) and self.retention.allows(absent[0])
+            absent and hints is not None and bool(hints.retain_s) and self.retention.tenants.quota_of(absent[0]) > 0
         )
         is_wanted = is_retained or (req_context is not None and req_context.goes_on)
         admission = None if is_wanted else self.admission

@@ -46,7 +46,7 @@ class TimedRig(Rig):
             self.write(*range(first, first + 5))
 
     def num_retained(self) -> int:
-        return sum(self.tier.catalog.retention.num_charged)
+        return sum(self.tier.catalog.retention.tenants.num_charged)
 
 
 @pytest.fixture
