@@ -13,7 +13,7 @@ from kvoffload.abc import OffloadKey, RetainRefusal
 from kvoffload.cache.retention import MAX_RETAIN_S
 from kvoffload.cache.tenants import OTHER, Shares
 from kvoffload.tiers.disk.recency import mark, retained_until
-from kvoffload.tiers.disk.tier import MAX_CLOCK_STEP_S
+from kvoffload.tiers.disk.restart import MAX_CLOCK_STEP_S
 from tests.clock import Clock
 from tests.tiers.disk.rig import Rig, key
 
