@@ -46,10 +46,7 @@ def open_disk_tier(directory: str | os.PathLike[str], capacity_bytes: int, conte
             if not root.read_only:
                 _remove_other_layouts(root, engines)
             if engines > 1:
-                of_others = root.held_bytes(
-                    lambda folder, _: ENGINE_FOLDER.fullmatch(folder.partition("/")[0]) is not None
-                )
-                share = (capacity_bytes - of_others) // engines
+                share = (capacity_bytes - root.held_bytes(_is_in_engine_folder)) // engines
                 if not root.read_only:
                     _remove_larger_shares(root, context.engine, share)
                 folder = f"engine-{context.engine}"
@@ -81,6 +78,10 @@ def _open(storage: Storage, capacity_bytes: int, context: TierContext) -> DiskTi
     if not storage.read_only:
         write_identity(storage, context.fingerprint, context.identity)
     return tier
+
+
+def _is_in_engine_folder(folder: str, name: str) -> bool:
+    return ENGINE_FOLDER.fullmatch(folder.partition("/")[0]) is not None
 
 
 def allow_descriptors(capacity_bytes: int, engines: int) -> None:

@@ -123,7 +123,7 @@ class SharedDirTier(RenewableTier):
 
     @property
     def has_jobs(self) -> bool:
-        return self.own.has_jobs or self.others.is_reading
+        return self.own.has_jobs or bool(self.others.reading)
 
     @property
     def is_lost(self) -> bool:
@@ -241,7 +241,7 @@ class OtherSeats:
         slot_bytes = [pool.shape[1] for pool in context.pools]
         self.follower = Follower(root, context.fingerprint, slot_bytes, self.blocks, own, on.clock)
         self._reads = ForeignReads(context.pools, on.executor, self.blocks, self.follower, on.clock, on.job_bytes)
-        self._reading: dict[OffloadKey, bool] = {}
+        self.reading: dict[OffloadKey, bool] = {}
         """Blocks that are being read, and whether each was deleted meanwhile."""
         self._hidden = _Hidden(on.clock)
         self._looked_at = -float("inf")
@@ -283,15 +283,11 @@ class OtherSeats:
         chosen = {}
         for i in np.flatnonzero(places >= 0).tolist():
             located = self.blocks.locate(int(places[i]), int(digests[i]))
-            if located is not None and keys[i] not in self._reading:
+            if located is not None and keys[i] not in self.reading:
                 chosen[keys[i]] = located, int(slots[i])
         taken = self._reads.submit(chosen)
-        self._reading.update(dict.fromkeys(taken, False))
+        self.reading.update(dict.fromkeys(taken, False))
         return taken
-
-    @property
-    def is_reading(self) -> bool:
-        return bool(self._reading)
 
     @property
     def has_results(self) -> bool:
@@ -301,7 +297,7 @@ class OtherSeats:
         """Returns the results of reads that have ended since the last call."""
         results = []
         for result in (result for run in self._reads.take_done() for result in run.results):
-            is_deleted = self._reading.pop(result.key)
+            is_deleted = self.reading.pop(result.key)
             if not result.ok:
                 self._hidden.add(result.key, BAD_S if result.error is TierError.CORRUPT else GONE_S)
             results.append(_gone(result) if is_deleted else result)
@@ -309,11 +305,11 @@ class OtherSeats:
 
     def delete(self, keys: Sequence[OffloadKey]) -> None:
         """Reads of ``keys`` that are under way find nothing."""
-        self._reading.update((key, True) for key in keys if key in self._reading)
+        self.reading.update((key, True) for key in keys if key in self.reading)
 
     def delete_all(self) -> None:
         """No read that is under way finds anything."""
-        self.delete(list(self._reading))
+        self.delete(list(self.reading))
 
     def stop(self, timeout_s: float) -> None:
         """Ends the thread, which closes ``root`` then."""
