@@ -97,16 +97,16 @@ def finding(directory: Path, quick: bool) -> list[Row]:
     tier = SharedDirTier(DirectoryStorage(root), context, 64 << 20, surroundings=surroundings)
     before = resident_bytes()
     start, cpu = time.perf_counter(), time.thread_time()
-    tier.follow()
+    tier.others.follow()
     seconds, cpu = time.perf_counter() - start, time.thread_time() - cpu
-    found = len(tier.blocks)
+    found = len(tier.others.blocks)
     assert found == NUM_WRITERS * num_blocks, found
     resident = resident_bytes() - before
     keys, absent = some[0][:LONG_PROMPT], new_keys(LONG_PROMPT)
     assert (tier.contains(keys) == LookupState.HIT).all()
     costs = {name: cost(partial(tier.contains, asked)) for name, asked in (("hit", keys), ("miss", absent))}
     start = time.perf_counter()
-    tier.follow()
+    tier.others.follow()
     idle = time.perf_counter() - start
     tier.close()
     shutil.rmtree(root)

@@ -10,7 +10,7 @@ from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from kvoffload.abc import MissReason, OffloadKey
 from kvoffload.lab.latency import DEFAULT_SPEEDS
 from kvoffload.lab.model import DEFAULT_MODEL
-from kvoffload.lab.replay import ExactMisses, ReplayConfig, ReplayResult, Run
+from kvoffload.lab.replay import ExactMisses, ReplayConfig, ReplayResult, Run, result_of
 from kvoffload.lab.trace import Trace
 from kvoffload.vllm.cache_policy import PolicyAdapter
 
@@ -23,7 +23,7 @@ def replay_in_vllm(trace: Trace, policy: str, capacity_blocks: int) -> ReplayRes
     run = VLLMRun(trace, ReplayConfig(policy, capacity_blocks))
     for _ in run.serve_all():
         pass
-    return run.result(DEFAULT_MODEL, DEFAULT_SPEEDS, 0.0)
+    return result_of(run, DEFAULT_MODEL, DEFAULT_SPEEDS, 0.0)
 
 
 class VLLMRun(Run):
@@ -45,11 +45,11 @@ class VLLMRun(Run):
         found = 0
         for key in prompt:
             if manager.lookup(key, context) is not LookupResult.HIT:
-                self.misses[self.gone.explain(key).reason] += 1
+                self.tally.misses[self.gone.explain(key).reason] += 1
                 break
             found += 1
-        self.hits.extend((0, found, 0))
-        self.block_hits += found
+        self.tally.hits.extend((0, found, 0))
+        self.tally.block_hits += found
         if found:
             manager.prepare_load(prompt[:found], context)
             manager.complete_load(prompt[:found], context)
@@ -70,8 +70,8 @@ class VLLMRun(Run):
             if output is None:
                 continue
             self.theirs.complete_store(output.keys_to_store, context)
-            self.stored += len(output.keys_to_store)
-            self.evicted += len(output.evicted_keys)
+            self.tally.stored += len(output.keys_to_store)
+            self.tally.evicted += len(output.evicted_keys)
             self.gone.record(output.evicted_keys, MissReason.EVICTED)
 
     def prefetch_until(self, now: float) -> None:

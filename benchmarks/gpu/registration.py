@@ -88,7 +88,7 @@ def _register(report: Report, options: Options, decoder: Decoder, what: str, nby
     times: list[float] = []
     while registration.num_ready_slots < len(data) and time.perf_counter() - begin < options.seconds:
         times += decoder.run(1).device
-    registration.wait_until_ended()
+    registration._thread.join()
     elapsed = time.perf_counter() - begin
     after = decoder.run(max(MIN_STEPS if not options.dry_run else 2, len(times) // 4)).device
     ready = registration.num_ready_slots

@@ -215,7 +215,7 @@ def registered_pool(
     pool.before_close(registration.close)
     try:
         if wait:
-            registration.wait_until_ended()
+            registration._thread.join()
         yield pool, registration
     finally:
         pool.close()

@@ -81,8 +81,7 @@ class OffloadConfig:
     host_bytes: int
     """Host RAM for offloaded blocks on this node, including padding."""
     policy: str = "auto"
-    """The eviction policy: "auto", which tunes itself, "lru", "arc", or a
-    CachePolicy as "package.module:Class"."""
+    """The eviction policy: "auto", which tunes itself, "lru", "arc", or a CachePolicy as "package.module:Class"."""
     host_contents: HostContents | None = None
     """"exclusive": a block is stored when it leaves the device, so host memory adds its whole size to the device's.
     "inclusive": a block is stored when it is computed. By default exclusive where the engine and the model allow it."""

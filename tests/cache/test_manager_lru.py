@@ -172,7 +172,7 @@ def test_a_lease_can_be_completed_in_parts() -> None:
 def test_blocks_in_the_medium_are_restored_least_recently_used_first() -> None:
     backend = HostBackend(1, 3)
     manager = LRUOffloadingManager(backend)
-    manager.restore([b"old", b"new"], backend.allocate_blocks([b"old", b"new"]))
+    manager.blocks.restore([b"old", b"new"], backend.allocate_blocks([b"old", b"new"]))
     manager.check_integrity()
     output = manager.prepare_store([b"x", b"y"])
     assert output is not None

@@ -86,13 +86,13 @@ def test_drops_and_resets_end_it_and_are_counted_and_a_block_that_returns_is_ret
     retain(manager, keys, 60.0)
     manager.drop(keys[5:6])
     assert manager.lookup(keys) == 5
-    assert (manager.retention.num_lost, manager.retention.num_absent) == ([1, 0, 0], 1)
+    assert (manager.retention.tenants.num_lost, manager.retention.num_absent) == ([1, 0, 0], 1)
     store(manager, keys)
     flood(manager)
     assert manager.lookup(keys) == 10
     manager.check_integrity()
     manager.reset()
-    assert manager.retention.num_lost == [11, 0, 0]
+    assert manager.retention.tenants.num_lost == [11, 0, 0]
     assert manager.num_used_blocks == 0
     manager.check_integrity()
 
@@ -103,12 +103,12 @@ def test_chains_of_several_groups_and_states_are_released_whole() -> None:
     # Of the second group, which may be one of states, requests keep different blocks.
     retain(manager, [*keys[::2], keys[5]], 60.0, session=2)
     retain(manager, [*keys[::2], keys[9]], 60.0, session=3)
-    assert manager.retention.num_charged[0] == 9
+    assert manager.retention.tenants.num_charged[0] == 9
     manager.check_integrity()
     manager.retain(keys, context(0.0, session=2))
-    assert manager.retention.num_charged[0] == 8
+    assert manager.retention.tenants.num_charged[0] == 8
     manager.retain(keys, context(0.0, session=3))
-    assert manager.retention.num_charged[0] == 7
+    assert manager.retention.tenants.num_charged[0] == 7
     clock.now += 60.0
     flood(manager)
     assert manager.table.num_evictable == manager.table.num_held
@@ -122,10 +122,10 @@ def test_many_retentions_that_end_together_take_several_calls(monkeypatch: pytes
         retain(manager, chain("a", 100 + session, 5)[4:], 60.0, session=2 + session)
     clock.now += 61
     manager.retention.expire()
-    assert manager.retention.num_charged[0] == 6
+    assert manager.retention.tenants.num_charged[0] == 6
     # Who needs the room gets it.
     retain(manager, chain("a", 1, 16), 60.0, session=50)
-    assert manager.retention.num_charged[0] == 16
+    assert manager.retention.tenants.num_charged[0] == 16
     manager.check_integrity()
 
 
@@ -144,13 +144,13 @@ def test_what_finds_no_room_or_fails_to_be_stored_is_lost_and_not_charged() -> N
     assert output is not None
     assert manager.retain(keys, context(60.0)).refusal is None
     manager.end_chain(keys, output.keys_to_store, context(60.0))
-    assert (manager.retention.num_charged[0], manager.retention.num_lost[0]) == (6, 2)
+    assert (manager.retention.tenants.num_charged[0], manager.retention.tenants.num_lost[0]) == (6, 2)
     manager.complete_store(output.store_spec, success=False)
-    assert (manager.retention.num_charged[0], manager.retention.num_lost[0]) == (0, 8)
+    assert (manager.retention.tenants.num_charged[0], manager.retention.tenants.num_lost[0]) == (0, 8)
     manager.check_integrity()
     # A later request can have them retained.
     retain(manager, keys, 60.0)
-    assert manager.retention.num_charged[0] == 8
+    assert manager.retention.tenants.num_charged[0] == 8
     flood(manager)
     assert manager.lookup(keys) == 8
     manager.check_integrity()
@@ -222,7 +222,7 @@ class Adversary:
             key: self.promised[key] for key in retained
         }
         self.promised = {key: self.promised[key] for key in retained}
-        charged = manager.retention.num_charged
+        charged = manager.retention.tenants.num_charged
         assert charged == [sum(key.startswith(namespace(name)) for key in retained) for name in NAMES]
         assert all(n <= most for n, most in zip(charged, (16, 8, 0), strict=True))
         assert kept - present <= self.gone

@@ -70,7 +70,10 @@ class Server(TierServer):
         return self.manager.host.table.states(keys) if tier == "host" else self.disk.contains(keys)
 
     def charged(self) -> dict[str, list[int]]:
-        return {"host": self.manager.host.retention.num_charged, "disk": self.disk.catalog.retention.num_charged}
+        return {
+            "host": self.manager.host.retention.tenants.num_charged,
+            "disk": self.disk.catalog.retention.tenants.num_charged,
+        }
 
     def check(self) -> None:
         self.manager.check_integrity()
@@ -204,7 +207,7 @@ def test_requests_that_decode_together_are_retained_whatever_the_filter_says() -
         assert answer is not None
         assert answer["kvoffload"]["retained_tokens"] == 16
     rig.report(*rig.step().stores)
-    assert rig.manager.retention.num_charged == [8]
+    assert rig.manager.retention.tenants.num_charged == [8]
     assert rig.manager.retention.num_absent == 0
 
 
@@ -220,5 +223,5 @@ def test_what_has_left_host_memory_meanwhile_is_stored_again() -> None:
     keys = list(rig.half.requests["r"].blocks.keys[0])
     rig.report(*rig.end(request).stores)
     assert rig.manager.lookup(keys) == len(keys) == 4
-    assert rig.manager.retention.num_charged == [4]
+    assert rig.manager.retention.tenants.num_charged == [4]
     assert rig.manager.retention.num_absent == 0

@@ -135,7 +135,7 @@ def test_slots_are_registered_whole_and_in_order_whatever_the_driver_refuses(
     driver.during = check
     registration = register(pool, driver)
     started.set()
-    registration.wait_until_ended()
+    registration._thread.join()
     assert problems + faults(pool, driver, registration) == []
     assert seen == sorted(seen)
     assert registration.num_ready_slots * pool.slot_bytes == sum(driver.ranges.values())
@@ -176,7 +176,7 @@ def test_a_planted_count_that_is_raised_before_the_call_returns_is_noticed(make_
     driver.during = look
     registration = register(pool, driver, Early)
     made.set()
-    registration.wait_until_ended()
+    registration._thread.join()
     assert any("slots are ready, but only" in fault for fault in found)
 
 
@@ -191,7 +191,7 @@ def test_nothing_is_registered_while_its_pages_may_move(make_pool: Callable[...,
 
     driver.during = lambda address, nbytes: log.append(("registers", (address + nbytes - start) // PAGE))
     registration = Registration(pool.data, driver, wait, **SIZES)
-    registration.wait_until_ended()
+    registration._thread.join()
     expected = [("touched", 16), ("registers", 16), ("touched", 32), ("registers", 32), ("touched", 40)]
     assert log == [*expected, ("registers", 40)]
 
@@ -206,7 +206,7 @@ def test_a_refusal_is_one_warning_that_names_cause_and_fix(
     driver = Driver(lambda address, nbytes: address + nbytes > pool.data.ctypes.data + 24 * PAGE)
     with caplog.at_level(logging.WARNING):
         registration = register(pool, driver)
-        registration.wait_until_ended()
+        registration._thread.join()
     assert registration.num_ready_slots == 24
     (line,) = caplog.messages
     assert "registered only 96 KiB of 256 KiB of the host pool (CUDA_ERROR_OUT_OF_MEMORY (2))" in line
@@ -215,7 +215,7 @@ def test_a_refusal_is_one_warning_that_names_cause_and_fix(
     calls = len(driver.calls)
     version.write_text("Linux version 5.15.167.4-microsoft-standard-WSL2")
     with caplog.at_level(logging.WARNING):
-        register(pool, Driver(lambda *_: True)).wait_until_ended()
+        register(pool, Driver(lambda *_: True))._thread.join()
     assert "WSL" in caplog.messages[-1]
     assert len(driver.calls) == calls, "it stopped for good"
 
@@ -245,7 +245,7 @@ def test_nothing_is_unregistered_while_copies_are_in_progress(
     monkeypatch.setattr(module, "CLOSE_DEADLINE_S", 0.2)
     pool, driver = make_pool(40), Driver()
     registration = register(pool, driver, kind)
-    registration.wait_until_ended()
+    registration._thread.join()
     assert len(driver.ranges) == 3
     pool.close()
     end_of_unregistering()
@@ -258,7 +258,7 @@ def test_copies_that_do_not_end_keep_the_memory_registered(
     monkeypatch.setattr(module, "CLOSE_DEADLINE_S", 0.2)
     driver = Driver()
     registration = register(make_pool(40), driver)
-    registration.wait_until_ended()
+    registration._thread.join()
     registration.close()
     end_of_unregistering()
     registration.release()
@@ -286,7 +286,7 @@ def test_a_driver_that_hangs_holds_up_neither_the_start_nor_close(
     registration.release()
     assert not registration.close()
     release.set()
-    registration.wait_until_ended()
+    registration._thread.join()
     assert len(driver.calls) == 1, "nothing is registered after close"
 
 
@@ -296,7 +296,7 @@ def test_memory_that_is_still_registered_stays_mapped_and_no_other(ends: bool, m
     pool, driver = HostPool(40, PAGE), Driver()
     registration = Registration(pool.data, driver, pool.wait_until_touched, **SIZES)
     pool.before_close(registration.close)
-    registration.wait_until_ended()
+    registration._thread.join()
     memory = weakref.ref(pool.data)
     if ends:
         registration.release()
@@ -324,7 +324,7 @@ def test_closing_a_pool_that_is_not_touched_yet_ends_the_thread(monkeypatch: pyt
     go.set()
     registration.release()
     pool.close()
-    registration.wait_until_ended()
+    registration._thread.join()
     assert not driver.calls
     assert registration.close()
 
@@ -336,7 +336,7 @@ def test_a_call_registers_so_little_that_no_launch_waits_for_long(slot_mib: int)
     # Never touched, so this takes no memory.
     slots = np.zeros((300 // slot_mib, slot_mib << 20), np.uint8)
     registration = Registration(slots, driver, lambda nbytes: True)
-    registration.wait_until_ended()
+    registration._thread.join()
     seconds = [0.1 * nbytes / (1 << 30) for _, nbytes in driver.calls]
     assert all(0.003 < each < 0.007 for each in seconds[:-1])
     assert sum(nbytes for _, nbytes in driver.calls) == slots.nbytes
@@ -362,5 +362,5 @@ def test_after_each_call_the_thread_pauses_for_as_long_as_it_took(
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(module, "threading", SimpleNamespace(Event=Event, Thread=threading.Thread))
     registration = register(make_pool(2 * CHUNK), driver)
-    registration.wait_until_ended()
+    registration._thread.join()
     assert pauses == [3.0, 3.0]

@@ -15,7 +15,7 @@ from kvoffload.config import HostContents
 from kvoffload.lab.latency import Speeds, ttft_seconds
 from kvoffload.lab.model import ModelShape
 from kvoffload.lab.replay import ReplayConfig, replay
-from kvoffload.lab.sizing import Choices, Prices, Setting, Sizing, footnote, size
+from kvoffload.lab.sizing import Choices, Goal, Setting, Sizing, footnote, size
 from kvoffload.lab.trace import Trace
 
 GIB = 1 << 30
@@ -57,7 +57,7 @@ def test_without_a_disk_the_result_equals_a_replay(chat: Trace) -> None:
     nothing = np.zeros_like(result.host_tokens)
     seconds = ttft_seconds(MODEL, SPEEDS, chat.input_tokens, nothing, result.host_tokens, nothing)
     assert setting.ttft_p95_s == pytest.approx(float(np.percentile(seconds, 95)))
-    assert setting.price == 200 * Prices().ram_per_gib
+    assert setting.price == 200 * Goal().ram_per_gib
 
 
 @pytest.mark.parametrize(("ram", "disk"), [(100, 400), (200, 800), (40, 600)])
@@ -153,7 +153,7 @@ def test_the_chosen_setting_is_the_cheapest_that_saves_nearly_as_much_time_as_th
 def test_the_cheapest_setting_that_meets_a_target_is_chosen(chat: Trace, answer: Sizing) -> None:
     times = sorted(setting.ttft_p95_s for setting in answer.settings)
     target = times[len(times) // 2]
-    found = size(chat, MODEL, speeds=SPEEDS, target_p95_s=target)
+    found = size(chat, MODEL, speeds=SPEEDS, goal=Goal(target_p95_s=target))
     assert found.chosen is not None
     assert found.chosen.ttft_p95_s <= target
     cheaper = [setting for setting in found.settings if setting.price < found.chosen.price]

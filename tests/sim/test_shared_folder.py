@@ -184,7 +184,7 @@ def seats_of_living_servers(monkeypatch: pytest.MonkeyPatch) -> tuple[list[str],
     pair.run(5.0)
     second = pair.start(2, 0.0)
     pair.run(300.0)
-    blocks = [first.tier.own.catalog.num_blocks, len(second.tier.blocks)]
+    blocks = [first.tier.own.catalog.num_blocks, len(second.tier.others.blocks)]
     return [first.tier.seat.name, second.tier.seat.name], blocks
 
 

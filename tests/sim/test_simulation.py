@@ -355,7 +355,7 @@ def budget_off_by_one_slab(server: Server, tier: DiskTier, monkeypatch: pytest.M
 
 
 def reset_without_a_new_generation(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier, "reset", tier.catalog.manager.reset)
+    monkeypatch.setattr(tier, "reset", tier.catalog.blocks.reset)
 
 
 def reset_forgets_what_is_being_written(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,7 +365,7 @@ def reset_forgets_what_is_being_written(server: Server, tier: DiskTier, monkeypa
         written = list(server.written)
         tier.delete([key for key, state in zip(written, tier.contains(written), strict=True) if state])
 
-    monkeypatch.setattr(tier.catalog.manager, "reset", forget_the_rest)
+    monkeypatch.setattr(tier.catalog.blocks, "reset", forget_the_rest)
 
 
 def host_slot_freed_while_a_read_into_it_is_under_way(

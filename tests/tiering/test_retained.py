@@ -37,7 +37,7 @@ class Disk(CatalogTier):
     error = TierError.IO
 
     def most_blocks(self, key: OffloadKey) -> int:
-        return self._catalog.manager.most_blocks(key)
+        return self._catalog.blocks.room.most_blocks(key)
 
     def write(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
         return [] if self.refuses else super().write(keys, slots)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvoffload.abc import LookupState, OffloadKey, Slots
-from kvoffload.cache.manager import PolicyOffloadingManager
+from kvoffload.cache.blocks import BlockCache
 from kvoffload.tiers.catalog import RESTORED_AT_ONCE, Catalog
 from tests.tiers.disk.rig import key
 
@@ -29,24 +29,24 @@ def write(catalog: Catalog, *names: int) -> list[OffloadKey]:
     """Writes that succeed. Returns the keys that were taken on."""
     taken, _, slots = catalog.begin_writes(keys(*names), host_slots(len(names)), catalog.num_available)
     catalog.end_writes(slots, np.ones(len(slots), dtype=np.bool_))
-    catalog.manager.check_integrity()
+    catalog.blocks.check_integrity()
     return taken
 
 
 def test_blocks_of_the_medium_are_restored_in_small_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     """A single call for all would hold the interpreter while another thread needs it."""
     shares: list[int] = []
-    restore = PolicyOffloadingManager.restore
+    restore = BlockCache.restore
 
-    def counting(self: PolicyOffloadingManager, keys: Sequence[OffloadKey], slots: Slots) -> None:
+    def counting(self: BlockCache, keys: Sequence[OffloadKey], slots: Slots) -> None:
         shares.append(len(keys))
         restore(self, keys, slots)
 
-    monkeypatch.setattr(PolicyOffloadingManager, "restore", counting)
+    monkeypatch.setattr(BlockCache, "restore", counting)
     count = 2 * RESTORED_AT_ONCE + 3
     catalog = Catalog(count, 4096, "lru", grows=True)
     assert len(catalog.restore(keys(*range(count)), np.arange(count))) == 0
-    catalog.manager.check_integrity()
+    catalog.blocks.check_integrity()
     assert shares == [RESTORED_AT_ONCE, RESTORED_AT_ONCE, 3]
     catalog.begin_writes([key(count), key(count + 1)], host_slots(2), 2)
     assert present(catalog, count)[0] == 2, "the oldest are evicted first"
@@ -65,7 +65,7 @@ def test_a_block_that_is_being_read_is_not_read_twice() -> None:
     catalog.end_reads(first, slots, np.array([True]))
     catalog.end_reads(second, others, np.array([True]))
     assert catalog.begin_reads(keys(1), host_slots(1))[0] == keys(1)
-    catalog.manager.check_integrity()
+    catalog.blocks.check_integrity()
 
 
 @pytest.mark.parametrize(("ends", "left"), [(True, [0, 1, 4, 5]), (False, [2, 3, 4, 5])])
@@ -100,7 +100,7 @@ def test_a_block_dropped_in_transfer_keeps_its_slot_until_the_transfer_ends(how:
     if how == "drop":
         assert sorted(catalog.drop(keys(0, 1, 2, 9)).tolist()) == [0, 1, 2]
     else:
-        catalog.manager.reset()
+        catalog.blocks.reset()
     assert present(catalog) == []
     assert (catalog.num_blocks, catalog.num_free) == (2, 2)
     assert write(catalog, 0, 2) == [], "keys are free when their transfers have ended"
@@ -119,7 +119,7 @@ def test_failed_transfers_leave_no_block() -> None:
     _, _, slots = catalog.begin_writes(keys(2, 3), host_slots(2), 2)
     assert catalog.end_writes(slots, np.array([False, True])).tolist() == []
     assert present(catalog) == [0, 3]
-    catalog.manager.check_integrity()
+    catalog.blocks.check_integrity()
 
 
 def test_slots_exist_when_they_were_added() -> None:
@@ -131,4 +131,4 @@ def test_slots_exist_when_they_were_added() -> None:
     assert present(catalog) == [7, 8]
     assert write(catalog, 0, 1, 2) == keys(0, 1, 2)
     assert present(catalog) == [0, 1, 2, 8], "7 was the oldest"
-    catalog.manager.check_integrity()
+    catalog.blocks.check_integrity()

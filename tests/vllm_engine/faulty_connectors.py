@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvoffload.abc import ByteArray, Transfer, TransferSpec
-from kvoffload.vllm import versions
+from kvoffload.vllm import rank_half, versions
 from kvoffload.vllm.connector import KVOffloadConnector
 from kvoffload.vllm.nesting import BLOCKS_FIRST, reason_against_blocks_first
 from tests.sim.faults import CorruptingTransfer, FailingTransfer, SlowTransfer, WrappedTransfer
@@ -92,9 +92,7 @@ class CorruptedSecondNodeKVOffloadConnector(KVOffloadConnector):
 class SwappedKVOffloadConnector(KVOffloadConnector):
     """In the canonical layout, each of two ranks takes the heads of the other. Outputs must change."""
 
-    def _canonical_pages(self, kv_caches: dict[str, Any]) -> Any:
-        self._rank = 1 - self._rank
-        try:
-            return super()._canonical_pages(kv_caches)
-        finally:
-            self._rank = 1 - self._rank
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        right: Any = vars(rank_half)["rank_pages"]
+        vars(rank_half)["rank_pages"] = lambda *args: right(*args[:-1], 1 - args[-1])
+        super().register_kv_caches(kv_caches)

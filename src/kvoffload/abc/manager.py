@@ -180,10 +180,7 @@ class OffloadingManager(ABC):
 
     @abstractmethod
     def complete_store(
-        self,
-        blocks: LoadStoreSpec | Sequence[OffloadKey],
-        req_context: ReqContext | None = None,
-        success: bool = True,
+        self, blocks: LoadStoreSpec | Sequence[OffloadKey], req_context: ReqContext | None = None, success: bool = True
     ) -> None:
         """Blocks that were being written become ready, or vanish if the write failed. ``blocks``: a lease of
         ``prepare_store``, one with a part of its slots, or keys. Ready blocks do not change, unknown keys are

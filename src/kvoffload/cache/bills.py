@@ -20,8 +20,7 @@ class TenantCounts:
         self._taken_at = 0.0
 
     def take(self, uses: Sequence[TenantUse], block_bytes: int, now: float) -> dict[str, float]:
-        """``now`` is in seconds. Between two calls a tenant is billed for the blocks that it held at the first
-        one."""
+        """``now`` is in seconds. Between two calls a tenant is billed for the blocks that it held at the first one."""
         counts: dict[str, float] = {}
         seconds, self._taken_at = now - self._taken_at, now
         for use in uses:

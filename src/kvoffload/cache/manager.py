@@ -1,4 +1,4 @@
-"""PolicyOffloadingManager: a table of blocks, a policy that orders them, and a backend that has their slots."""
+"""PolicyOffloadingManager: what requests look up in host memory, store there and load from it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from kvoffload.abc import (
     BlockNotReadyError,
     BlockStatus,
     CachePolicy,
-    ConfigError,
     IntegrityError,
     LoadStoreSpec,
     Miss,
@@ -37,12 +36,10 @@ from kvoffload.abc import (
 )
 from kvoffload.abc.tier import HIT
 from kvoffload.cache.bills import TenantCounts
-from kvoffload.cache.history import History
+from kvoffload.cache.blocks import BlockCache
 from kvoffload.cache.misses import MissMemory
 from kvoffload.cache.policies.lru import LRUPolicy
-from kvoffload.cache.retention import Retention
-from kvoffload.cache.room import NO_SLOTS, Room
-from kvoffload.cache.table import BlockTable
+from kvoffload.cache.room import NO_SLOTS
 from kvoffload.cache.tenants import HOST
 
 READ_STATE_EVERY_S = 1.0
@@ -51,12 +48,12 @@ step."""
 
 
 class PolicyOffloadingManager(OffloadingManager):
-    """A manager with any policy on any backend. ``policy`` must be made for ``backend.num_blocks`` blocks.
+    """A manager with any policy on any backend: the calls of requests, in front of a BlockCache. ``policy`` must be
+    made for ``backend.num_blocks`` blocks.
 
     With ``must_store`` the policy may refuse new blocks only when they leave the device. ``admission``, if given,
-    decides which of them are stored at all. ``misses`` remembers why blocks left, by default in a table of fixed size.
-    ``device_blocks``: the capacity of the engine's device cache, if the caller stores a block only when it leaves that,
-    and says with ``note_device`` what the device holds; 0 if blocks are stored as they are computed.
+    decides which of them are stored at all. ``misses`` and ``device_blocks``: see BlockCache; with ``device_blocks``
+    the caller says with ``note_device`` what the device holds.
     """
 
     def __init__(
@@ -71,30 +68,20 @@ class PolicyOffloadingManager(OffloadingManager):
         clock: Callable[[], float] = time.monotonic,
         device_blocks: int = 0,
     ) -> None:
-        if policy.capacity != backend.num_blocks:
-            raise ConfigError(
-                fault=f"policy capacity {policy.capacity}: the backend has {backend.num_blocks} blocks",
-                fix="make the policy for as many",
-            )
         self.backend = backend
         self.policy = policy
         self._must_store = must_store
         self._clock = clock
-        self.is_behind_device = device_blocks > 0
-        """Whether blocks leave first that the device holds too."""
         policy.must_store = must_store
-        if device_blocks:
-            policy.put_behind(device_blocks)
         self.admission = admission
         """Decides which new blocks are stored. None: all are. May be set."""
-        self.table = BlockTable(backend.num_blocks)
-        """Which block is in which slot. Others only read it."""
-        self.room = Room(backend, policy, self.table)
-        """How blocks leave for others, and what each tenant may have."""
+        self.blocks = BlockCache(backend, policy, clock, misses, enable_events, device_blocks)
+        self.is_behind_device = self.blocks.is_behind_device
+        self.table = self.blocks.table
+        self.room = self.blocks.room
+        self.retention = self.blocks.retention
+        self.history = self.blocks.history
         self._hints = self.room.hints
-        self.retention = Retention(self.table, self.room.shares, self._pin, self._unpin, clock)
-        """Which blocks stay for a promised time."""
-        self.history = History(backend.medium, self.table, misses or MissMemory(clock=clock), enable_events)
         self._gauges = _Gauges(clock)
 
     # Lookup.
@@ -132,12 +119,8 @@ class PolicyOffloadingManager(OffloadingManager):
         slots = self.table.find(keys)
         for unready in np.flatnonzero((slots < 0) | self.table.is_writing(slots)).tolist():
             raise BlockNotReadyError(f"block {keys[unready].hex()} is not ready; look it up before loading it")
-        self._pin(self.table.distinct(slots))
+        self.blocks.pin(self.table.distinct(slots))
         return self.backend.get_load_store_spec(keys, slots)
-
-    def _pin(self, slots: Slots) -> None:
-        self.table.pin(slots)
-        self.room.mark_busy(slots)
 
     def pin(self, lease: LoadStoreSpec) -> npt.NDArray[np.bool_]:
         """Adds a pin to each block of ``lease`` that is ready and was not dropped, and returns which these are.
@@ -145,7 +128,7 @@ class PolicyOffloadingManager(OffloadingManager):
         For a caller whose lease has just been completed: nothing may have been stored or evicted since.
         """
         loadable = self.table.is_loadable(lease.slots)
-        self._pin(self.table.distinct(lease.slots[loadable]))
+        self.blocks.pin(self.table.distinct(lease.slots[loadable]))
         return loadable
 
     def complete_load(
@@ -154,12 +137,7 @@ class PolicyOffloadingManager(OffloadingManager):
         slots = blocks.slots if isinstance(blocks, LoadStoreSpec) else self.table.find_in_transfer(blocks)
         if ((slots < 0) | (self.table.ref_cnt[slots] < 1)).any():
             raise BlockNotPinnedError("a block that was to be unpinned has no pin; complete each lease once")
-        self._unpin(self.table.distinct(slots))
-
-    def _unpin(self, slots: Slots) -> None:
-        idle, freed = self.table.unpin(slots)
-        self.room.mark_evictable(idle)
-        self.backend.free(freed)
+        self.blocks.unpin(self.table.distinct(slots))
 
     # Stores.
 
@@ -169,7 +147,9 @@ class PolicyOffloadingManager(OffloadingManager):
         present, absent = self.table.split(keys)
         # What its tenant pays for, or somebody waits for, is stored, whatever it seems to be worth.
         hints = None if req_context is None else req_context.hints
-        is_retained = absent and hints is not None and bool(hints.retain_s) and self.retention.allows(absent[0])
+        is_retained = (
+            absent and hints is not None and bool(hints.retain_s) and self.retention.tenants.quota_of(absent[0]) > 0
+        )
         is_wanted = is_retained or (req_context is not None and req_context.goes_on)
         admission = None if is_wanted else self.admission
         new_keys, refused = (absent, []) if admission is None else admission.sift(absent)
@@ -187,90 +167,27 @@ class PolicyOffloadingManager(OffloadingManager):
             worthless = list(compress(tail_first, ~admitted))
             tail_first = list(compress(tail_first, admitted))
             new_keys = tail_first[::-1]
-        output = self._store(tail_first, new_keys, present, worthless)
+        output = self.blocks.store(tail_first, new_keys, present, worthless)
         if output is not None and refused:
             output = replace(output, refused_keys=[*output.refused_keys, *refused])
         return output
 
     def allocate(self, keys: Sequence[OffloadKey]) -> PrepareStoreOutput | None:
-        """Does the same as ``prepare_store`` for blocks that neither admission nor policy may refuse, such as blocks
-        from a lower tier."""
-        present, new_keys = self.table.split(keys)
-        return self._store(new_keys[::-1], new_keys, present, [])
-
-    def _store(
-        self,
-        tail_first: list[OffloadKey],
-        new_keys: list[OffloadKey],
-        present: Slots,
-        worthless: list[OffloadKey],
-    ) -> PrepareStoreOutput | None:
-        """Stores ``new_keys``, which are also given tail first. ``worthless``, tail first, are keys that the policy
-        does not admit."""
-        if worthless:
-            self.history.misses.record(worthless, MissReason.NOT_ADMITTED)
-        if self.retention.blocks:
-            self.retention.expire()
-        plan = self.room.plan(tail_first, present)
-        if isinstance(plan, MissReason):
-            self.history.misses.record(new_keys, plan)
-            return None
-        if worthless and not self.is_behind_device:
-            self.policy.refuse(worthless)
-        evicted = self.room.evict(plan, tail_first)
-        if evicted:
-            self.history.evicted(evicted)
-        slots = self.backend.allocate_blocks(new_keys)
-        self.table.insert(new_keys, slots)
-        self.policy.insert(slots[::-1], tail_first)
-        if self._hints.has_begun:
-            self._hints.entered(slots)
-        spec = self.backend.get_load_store_spec(new_keys, slots)
-        return PrepareStoreOutput(new_keys, spec, evicted, worthless[::-1])
+        """Does the same for blocks from lower tiers, which neither admission nor policy may refuse."""
+        return self.blocks.allocate(keys)
 
     def complete_store(
-        self,
-        blocks: LoadStoreSpec | Sequence[OffloadKey],
-        req_context: ReqContext | None = None,
-        success: bool = True,
+        self, blocks: LoadStoreSpec | Sequence[OffloadKey], req_context: ReqContext | None = None, success: bool = True
     ) -> None:
         slots = blocks.slots if isinstance(blocks, LoadStoreSpec) else self.table.find_in_transfer(blocks)
         if success:
-            ready, freed = self.table.set_ready(slots)
-            self.room.mark_evictable(ready)
-            self.history.entered(ready)
-            if self.retention.num_absent:
-                self.retention.entered(ready)
-            if len(freed):
-                self.backend.free(freed)
+            self.blocks.set_ready(slots)
         else:
-            self.history.misses.record(self._take_back(slots), MissReason.COPY_FAILED)
+            self.history.misses.record(self.blocks.take_back(slots), MissReason.COPY_FAILED)
 
     def take_back(self, blocks: LoadStoreSpec) -> None:
         """Undoes ``allocate``: nothing was written to ``blocks``. Why they are missing is what it was before."""
-        self._take_back(blocks.slots)
-
-    def _take_back(self, slots: Slots) -> list[OffloadKey]:
-        """Frees ``slots``, which are being written. Returns the keys of those that were not dropped meanwhile."""
-        freed = self.table.being_written(slots)
-        known = freed[~self.table.dropped[freed]]
-        self.room.remove(known)
-        failed: list[OffloadKey] = self.table.key_of[known].tolist()
-        self.table.remove(freed)
-        if self.retention.num_absent:
-            self.retention.give_up(failed)
-        if len(freed):
-            self.backend.free(freed)
-        return failed
-
-    def restore(self, keys: Sequence[OffloadKey], slots: Slots) -> None:
-        """Takes in distinct blocks that are in the medium already, in ``slots`` that the backend counts as allocated,
-        the least recently used first."""
-        self.table.insert(keys, slots)
-        self.policy.insert(slots, keys)
-        self.table.set_ready(slots)
-        self.history.num_entered += len(slots)
-        self.policy.mark_evictable(slots)
+        self.blocks.take_back(blocks.slots)
 
     def lease(self, slots: Collection[int] | Slots) -> LoadStoreSpec:
         """Returns the lease of blocks in transfer in ``slots``, for a caller that keeps leases by slot."""
@@ -281,7 +198,7 @@ class PolicyOffloadingManager(OffloadingManager):
     @property
     def num_available_blocks(self) -> int:
         """Blocks that ``prepare_store`` could make room for now, of all tenants together."""
-        return self.backend.get_num_free_blocks() + self.table.num_evictable
+        return self.blocks.num_available
 
     def most_blocks(self, key: OffloadKey | None = None) -> int:
         return self.num_blocks if key is None else self.room.most_blocks(key)
@@ -351,20 +268,10 @@ class PolicyOffloadingManager(OffloadingManager):
     # Removal.
 
     def drop(self, keys: Sequence[OffloadKey], only_host: bool = False) -> None:
-        if self.retention.blocks:
-            self.retention.lose(keys)
-        slots = self.table.find(keys)
-        slots = self.table.distinct(slots[slots >= 0])
-        self.history.dropped(slots)
-        self.room.remove(slots)
-        self.backend.free(self.table.drop(slots))
+        self.blocks.drop(keys)
 
     def reset(self, keep_shared: bool = False) -> bool:
-        self.retention.clear()
-        self.history.dropped(self.table.slots())
-        self.policy.clear()
-        self.room.duplicates.clear()
-        self.backend.free(self.table.drop_all())
+        self.blocks.reset()
         return False
 
     def shutdown(self) -> None:
@@ -384,17 +291,7 @@ class PolicyOffloadingManager(OffloadingManager):
         return counts | self._gauges.take(self.policy, self.tenant_uses, block_bytes)
 
     def tenant_uses(self) -> Sequence[TenantUse]:
-        """Returns what each tenant holds; nothing if the slots are not shared."""
-        kept = self.retention
-        kept.expire()
-        return [
-            use._replace(
-                num_retained=kept.num_charged[t],
-                num_retained_lost=kept.num_lost[t],
-                retained_block_s=kept.block_seconds(t),
-            )
-            for t, use in enumerate(self.room.uses())
-        ]
+        return self.blocks.tenant_uses()
 
     @property
     def num_blocks(self) -> int:
@@ -407,18 +304,12 @@ class PolicyOffloadingManager(OffloadingManager):
     @property
     def num_used_blocks(self) -> int:
         """Blocks that take a slot now, including blocks that are being written."""
-        return self.backend.num_existing_blocks - self.backend.get_num_free_blocks()
+        return self.blocks.num_used
 
     def check_integrity(self) -> None:
-        self.table.check_integrity()
-        self.room.check_integrity()
-        self.backend.check_integrity()
+        self.blocks.check_integrity()
         if self.admission is not None:
             self.admission.check_integrity()
-        self.retention.check_integrity()
-        if self.table.num_held != self.num_used_blocks:
-            raise IntegrityError("slots handed out and blocks held do not match")
-        self.history.check_integrity()
 
 
 class _Gauges:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -37,14 +36,71 @@ class RetainedBlock:
     """Whether it was counted as lost since it was promised, or was last there."""
 
 
+class RetainedShares:
+    """What each tenant has retained, within what ``shares`` let it retain: without shares nothing."""
+
+    def __init__(self, shares: Shares | None, now: float) -> None:
+        self._shares = shares
+        self._quotas = (0,) if shares is None else shares.retain
+        self._most = list(self._quotas)
+        """The quotas, or what was restored beyond them."""
+        self._spare = 0
+        """Blocks that may still be restored beyond the quotas."""
+        self._limits = self._quotas
+        """How many blocks each tenant may have retained then."""
+        if shares is not None:
+            self._limits = tuple(int(RETAIN_SHARE * quota) for quota in shares.quota)
+            self._spare = min(shares.num_unclaimed, int(RETAIN_SHARE * shares.num_blocks) - sum(shares.retain))
+        self.block_seconds = [0.0] * len(self._quotas)
+        """Charged blocks per tenant, times seconds, since the start."""
+        self._counted_at = now
+        """Until when these are counted."""
+        self.num_charged = [0] * len(self._quotas)
+        """Blocks per tenant. ``count`` comes before each change."""
+        self.num_lost = [0] * len(self._quotas)
+        """Retained blocks per tenant that were lost, or did not come, since the start."""
+
+    def tenant_of(self, key: OffloadKey) -> int:
+        return 0 if self._shares is None else self._shares.tenant(key)
+
+    def quota_of(self, key: OffloadKey) -> int:
+        """Returns how many blocks the tenant of ``key`` may have retained."""
+        return self._quotas[self.tenant_of(key)] if any(self._quotas) else 0
+
+    def count(self, now: float) -> None:
+        """Counts what was charged until ``now``."""
+        seconds = now - self._counted_at
+        if seconds > 0:
+            self._counted_at = now
+            for tenant, num_blocks in enumerate(self.num_charged):
+                self.block_seconds[tenant] += num_blocks * seconds
+
+    def allows_restored(self, tenant: int) -> bool:
+        """Returns whether one more block that a former process has retained stays so, beyond the quota only if nobody
+        needs its room."""
+        if self.num_charged[tenant] >= self._most[tenant]:
+            if self._spare <= 0 or self._most[tenant] >= self._limits[tenant]:
+                return False
+            self._spare -= 1
+            self._most[tenant] += 1
+        return True
+
+    def check_integrity(self, blocks: Iterable[RetainedBlock]) -> None:
+        """Raises IntegrityError unless ``blocks`` are what is charged, within the quotas."""
+        charged = [0] * len(self._quotas)
+        for block in blocks:
+            charged[block.tenant] += 1
+        if charged != self.num_charged or any(n > most for n, most in zip(charged, self._most, strict=True)):
+            raise IntegrityError("a tenant has more blocks retained than it may")
+
+
 class Retention:
     """Keeps blocks of ``table`` pinned until the times that requests have asked for.
 
     A block stays until the latest of these times. Its session can end that before, unless another request had the
-    block retained too. Blocks are charged to their tenant once, however many requests name them, within what ``shares``
-    let it retain: without shares nothing. A request for which that has no room is refused as a whole. Blocks that are
-    being written are pinned when they become ready. A block that is lost is charged until its time, and is pinned again
-    when it is stored again.
+    block retained too. Blocks are charged to their tenant once, however many requests name them. A request for which
+    its quota has no room is refused as a whole. Blocks that are being written are pinned when they become ready. A
+    block that is lost is charged until its time, and is pinned again when it is stored again.
 
     ``pin`` and ``unpin`` change the pins of ready blocks in distinct slots. ``restore`` may exceed quotas that have
     become smaller, by blocks that nobody needs.
@@ -59,11 +115,8 @@ class Retention:
         clock: Callable[[], float],
     ) -> None:
         self._table = table
-        self._shares = shares
-        quotas = (0,) if shares is None else shares.retain
-        self._quotas = list(quotas)
-        self._most = list(quotas)
-        """The quotas, or what was restored beyond them."""
+        self.tenants = RetainedShares(shares, clock())
+        """Read only for others."""
         self._pin = pin
         self._unpin = unpin
         self._clock = clock
@@ -75,48 +128,28 @@ class Retention:
         """The retained blocks by the time at which they end."""
         self._ends: list[float] = []
         """A heap of these times, and of others at which no block ends any more."""
-        self._block_seconds = [0.0] * len(quotas)
-        """Charged blocks per tenant, times seconds."""
-        self._counted_at = clock()
-        """Until when these are counted."""
-        self.num_charged = [0] * len(quotas)
-        """Blocks per tenant."""
         self.num_absent = 0
-        """Charged blocks that are not ready."""
-        self.num_lost = [0] * len(quotas)
-        """Retained blocks per tenant that were lost, or did not come, since the start."""
+        """Retained blocks that are not ready."""
         self.changes: dict[int, float] | None = None
         """New times of the retained blocks in those slots, 0 if they are not retained any more; None: not noted."""
-
-    @property
-    def next_end(self) -> float:
-        """When ``expire`` may have something to do."""
-        return self._ends[0] if self._ends else math.inf
-
-    def allows(self, key: OffloadKey) -> bool:
-        """Returns whether the tenant of ``key`` may have blocks retained at all."""
-        return any(self._quotas) and self._quotas[self._tenant_of(key)] > 0
-
-    def _tenant_of(self, key: OffloadKey) -> int:
-        return 0 if self._shares is None else self._shares.tenant(key)
 
     def retain(self, keys: Sequence[OffloadKey], session: int | None, seconds: float) -> RetainRefusal | None:
         """Retains ``keys``, the whole chain of a request, for ``seconds`` from now on. Returns why not, and changes
         nothing then. Blocks that are not in the table yet are retained when they come."""
         if not keys:
             return RetainRefusal.NOTHING
-        tenant = self._tenant_of(keys[0])
-        quota = self._quotas[tenant]
+        quota = self.tenants.quota_of(keys[0])
         if not quota:
             return RetainRefusal.NO_QUOTA
+        tenant = self.tenants.tenant_of(keys[0])
         now = self._clock()
         self.expire()
-        while self.num_charged[tenant] + len(new := self._not_retained(keys)) > quota:
-            if self.next_end > now:
+        while self.tenants.num_charged[tenant] + len(new := self._not_retained(keys)) > quota:
+            if not self._ends or self._ends[0] > now:
                 return RetainRefusal.OVER_QUOTA
             self.expire()
         until = now + seconds
-        self._count(now)
+        self.tenants.count(now)
         for key in keys:
             block = self.blocks.get(key)
             if block is not None and block.session not in (session, None):
@@ -136,7 +169,7 @@ class Retention:
 
     def _add(self, new: list[OffloadKey], tenant: int, session: int | None, until: float) -> None:
         self.blocks.update((key, RetainedBlock(tenant, session, until)) for key in new)
-        self.num_charged[tenant] += len(new)
+        self.tenants.num_charged[tenant] += len(new)
         self.num_absent += len(new)
         if new:
             self._ends_at(until).update(dict.fromkeys(new))
@@ -198,24 +231,24 @@ class Retention:
         self._release(list(self._of_session.get(session, ())))
 
     def expire(self) -> None:
-        """Releases blocks whose time is over, at most MAX_ENDED_AT_ONCE."""
+        """Releases blocks whose time is over, at most MAX_ENDED_AT_ONCE, and counts what was charged until now."""
         now, num_ended = self._clock(), 0
-        while self.next_end <= now and num_ended < MAX_ENDED_AT_ONCE:
-            end = self._ends[0]
+        while self._ends and (end := self._ends[0]) <= now and num_ended < MAX_ENDED_AT_ONCE:
             ended = list(islice(self._ending.get(end, ()), MAX_ENDED_AT_ONCE - num_ended))
             num_ended += len(ended)
             self._release(ended, end)
             if end not in self._ending:
                 heapq.heappop(self._ends)
+        self.tenants.count(now)
 
     def _release(self, keys: Sequence[OffloadKey], now: float | None = None) -> None:
         """The blocks ``keys`` are not retained any more, from ``now`` on."""
-        self._count(self._clock() if now is None else now)
+        self.tenants.count(self._clock() if now is None else now)
         blocks = list(map(self.blocks.pop, keys))
         of_session: dict[int, list[OffloadKey]] = {}
         for key, block in zip(keys, blocks, strict=True):
             self._take_out(key, block)
-            self.num_charged[block.tenant] -= 1
+            self.tenants.num_charged[block.tenant] -= 1
             if block.session is not None:
                 of_session.setdefault(block.session, []).append(key)
         for session, own in of_session.items():
@@ -223,19 +256,6 @@ class Retention:
         pinned = [block.slot for block in blocks if block.slot != ABSENT]
         self.num_absent -= len(blocks) - len(pinned)
         self._let_go(pinned)
-
-    def _count(self, now: float) -> None:
-        """Counts what was charged until ``now``."""
-        seconds = now - self._counted_at
-        if seconds > 0:
-            self._counted_at = now
-            for tenant, num_blocks in enumerate(self.num_charged):
-                self._block_seconds[tenant] += num_blocks * seconds
-
-    def block_seconds(self, tenant: int) -> int:
-        """Returns how many blocks times seconds were charged to a tenant since the start."""
-        self._count(self._clock())
-        return int(self._block_seconds[tenant])
 
     def _let_go(self, slots: list[int]) -> None:
         if self.changes is not None:
@@ -267,59 +287,50 @@ class Retention:
         self._release(given_up)
 
     def _count_lost(self, block: RetainedBlock) -> None:
-        self.num_lost[block.tenant] += not block.is_lost
+        self.tenants.num_lost[block.tenant] += not block.is_lost
         block.is_lost = True
 
     def clear(self) -> None:
         """Ends everything: every block is about to be dropped."""
-        self._count(self._clock())
+        self.tenants.count(self._clock())
         blocks = list(self.blocks.values())
         for block in blocks:
             self._count_lost(block)
+            self.tenants.num_charged[block.tenant] -= 1
         self.blocks.clear()
         self._of_session.clear()
         self._ending.clear()
         self._ends.clear()
         self.num_absent = 0
-        self.num_charged = [0] * len(self._quotas)
         self._let_go([block.slot for block in blocks if block.slot != ABSENT])
 
     def restore(self, keys: Sequence[OffloadKey], seconds: Sequence[float]) -> None:
         """Retains ready blocks that a former process has retained, each for so many ``seconds`` from now on. Beyond the
         quotas, those that end first are lost, unless nobody needs their room."""
-        now, shares = self._clock(), self._shares
-        assert shares is not None
-        self._count(now)
-        spare = min(shares.num_unclaimed, int(RETAIN_SHARE * shares.num_blocks) - sum(shares.retain))
-        spare -= sum(self._most) - sum(self._quotas)
+        now = self._clock()
+        self.tenants.count(now)
         for i in np.argsort(seconds, kind="stable")[::-1].tolist():
-            tenant = self._tenant_of(keys[i])
-            if self.num_charged[tenant] >= self._most[tenant]:
-                if spare <= 0 or self._most[tenant] >= int(RETAIN_SHARE * shares.quota[tenant]):
-                    self.num_lost[tenant] += 1
-                    continue
-                spare -= 1
-                self._most[tenant] += 1
+            tenant = self.tenants.tenant_of(keys[i])
+            if not self.tenants.allows_restored(tenant):
+                self.tenants.num_lost[tenant] += 1
+                continue
             self._add([keys[i]], tenant, None, now + seconds[i])
         self._pin_ready(keys)
 
     def check_integrity(self) -> None:
         """Raises IntegrityError if a quota is exceeded, or pins and counts do not match. O(retained blocks)."""
-        charged, of_session = [0] * len(self._quotas), dict[int, set[OffloadKey]]()
+        self.tenants.check_integrity(self.blocks.values())
+        of_session = dict[int, set[OffloadKey]]()
         for key, block in self.blocks.items():
-            charged[block.tenant] += 1
             if block.session is not None:
                 of_session.setdefault(block.session, set()).add(key)
             if block.slot != ABSENT and (self._table.get(key) != block.slot or self._table.ref_cnt[block.slot] < 1):
                 raise IntegrityError("a retained block has left before its time")
         if of_session != self._of_session:
             raise IntegrityError("the blocks that a session can end are miscounted")
-        if charged != self.num_charged or any(n > most for n, most in zip(charged, self._most, strict=True)):
-            raise IntegrityError("a tenant has more blocks retained than it may")
         if self.num_absent != sum(block.slot == ABSENT for block in self.blocks.values()):
             raise IntegrityError("the number of retained blocks that are absent is wrong")
         ending = {key: end for end, keys in self._ending.items() for key in keys}
-        if ending != {key: block.until for key, block in self.blocks.items()} or not self._ending.keys() <= {
-            *self._ends
-        }:
+        is_known = self._ending.keys() <= {*self._ends}
+        if ending != {key: block.until for key, block in self.blocks.items()} or not is_known:
             raise IntegrityError("a block would be retained beyond its time")

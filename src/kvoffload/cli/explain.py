@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, BinaryIO
 
 import click
@@ -64,41 +65,37 @@ class Advice:
     """Whether a setting of kvoffload fixes it."""
 
 
+_by_setting = partial(Advice, setting=True)
 ADVICE = {
     MissReason.NEVER_STORED: Advice(
         "the block was never stored",
         "The text is new, or was evicted long ago. Only identical beginnings of prompts are found: put dates and names "
         "at the end.",
     ),
-    MissReason.NOT_ADMITTED: Advice(
+    MissReason.NOT_ADMITTED: _by_setting(
         "the block had not been requested often enough to be stored",
         "Lower store_threshold, or remove it. If it is not set, the policy kept other blocks instead: raise "
         "host_bytes.",
-        True,
     ),
-    MissReason.FORGOTTEN: Advice(
+    MissReason.FORGOTTEN: _by_setting(
         "the reuse filter had forgotten earlier requests for the block",
         "Remove store_threshold, or raise host_bytes: the filter remembers more blocks with a larger pool.",
-        True,
     ),
-    MissReason.EVICTED: Advice("the block had been evicted", "Raise host_bytes, or try another policy.", True),
+    MissReason.EVICTED: _by_setting("the block had been evicted", "Raise host_bytes, or try another policy."),
     MissReason.BEING_WRITTEN: Advice(
         "the block was still being written", "Nothing to do: the same text was requested again within moments."
     ),
-    MissReason.NO_ROOM: Advice(
+    MissReason.NO_ROOM: _by_setting(
         "every block of the pool was in use when the block should have been stored",
         "Raise host_bytes, or run fewer requests at a time.",
-        True,
     ),
-    MissReason.OVER_QUOTA: Advice(
+    MissReason.OVER_QUOTA: _by_setting(
         "the block was not stored: its tenant had used up its quota, and all of the tenant's blocks were in use",
         "Raise the tenant's quota, or run fewer of its requests at a time.",
-        True,
     ),
-    MissReason.LEFT_UNSTORED: Advice(
+    MissReason.LEFT_UNSTORED: _by_setting(
         "the block was not stored: it left the device with more blocks than can be stored in one step",
         "Let a step compute fewer tokens (max_num_batched_tokens), or set host_contents to inclusive.",
-        True,
     ),
     MissReason.RESET: Advice(
         "the cache had been reset",
@@ -113,24 +110,21 @@ ADVICE = {
     MissReason.READ_FAILED: Advice(
         "the block could not be read from a lower tier", "See the warnings in the server's log."
     ),
-    MissReason.NOT_IN_TIME: Advice(
+    MissReason.NOT_IN_TIME: _by_setting(
         "the block was not read from a lower tier in time",
         "Raise load_deadline_ms or host_bytes, or the tenant's quota of host, or find out what else uses the medium.",
-        True,
     ),
-    MissReason.NOT_ANSWERED: Advice(
+    MissReason.NOT_ANSWERED: _by_setting(
         "a lower tier did not say in time whether it has the block",
         "Raise lookup_deadline_ms, or find out what slows down the store or the way to it.",
-        True,
     ),
     MissReason.FASTER_TO_COMPUTE: Advice(
         "computing it was faster than loading it from a lower tier",
         "Nothing to do, unless a faster medium is an option; load_only_if_faster=false loads it anyway.",
     ),
-    MissReason.TOO_LARGE: Advice(
+    MissReason.TOO_LARGE: _by_setting(
         "a window or the states need more blocks than may come from lower tiers at once, half of the host pool",
         "Raise host_bytes.",
-        True,
     ),
     MissReason.NO_STATE: Advice(
         "the model's recurrent layers had no state there",
@@ -141,11 +135,10 @@ ADVICE = {
         "Nothing to do: its client asked for that (load: false), or the answer needs the whole prompt computed, as "
         "prompt_logprobs, echo with logprobs and embeddings per token do.",
     ),
-    MissReason.ADAPTER_UNKNOWN: Advice(
+    MissReason.ADAPTER_UNKNOWN: _by_setting(
         "the bytes of the request's LoRA adapter were not known in time, or had changed",
         "See the warnings in the server's log. If there are none, raise load_deadline_ms, or load adapters before "
         "their first requests. Adapters outside of local directories are known once vLLM has loaded them.",
-        True,
     ),
 }
 

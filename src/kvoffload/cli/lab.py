@@ -281,11 +281,10 @@ def described(trace: Trace, model: ModelShape, footprint_bytes: int) -> str:
     """Returns a sentence about the size of the trace. Others may have named it and the model."""
     return printable(
         f"{trace.name}: {counted(trace.num_requests, 'request')}{sources(trace)} in "
-        f"{age(float(trace.times[-1] - trace.times[0]))}, "
-        f"{int(trace.input_tokens.sum()):,} prompt tokens, {trace.num_accesses:,} block accesses; "
-        f"{counted(trace.num_distinct, 'distinct block')} of {counted(trace.block_tokens, 'token')}, "
-        f"{format_bytes(footprint_bytes)} of KV for {model.name} ({format_bytes(round(model.bytes_per_token))} per "
-        "token)."
+        f"{age(float(trace.times[-1] - trace.times[0]))}, {int(trace.input_tokens.sum()):,} prompt tokens, "
+        f"{trace.num_accesses:,} block accesses; {counted(trace.num_distinct, 'distinct block')} of "
+        f"{counted(trace.block_tokens, 'token')}, {format_bytes(footprint_bytes)} of KV for {model.name} "
+        f"({format_bytes(round(model.bytes_per_token))} per token)."
     )
 
 

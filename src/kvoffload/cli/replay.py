@@ -10,39 +10,12 @@ import click
 
 from kvoffload.abc import ConfigError
 from kvoffload.cache.policies import policy_class
-from kvoffload.cli.lab import (
-    DEFAULT_POLICY,
-    GivenContract,
-    GivenSpeeds,
-    Output,
-    TraceSource,
-    contents_option,
-    contract_options,
-    described,
-    errors,
-    gathered,
-    jobs_option,
-    listed,
-    output_options,
-    progress,
-    requests_in,
-    show_contract,
-    speed_options,
-    trace_options,
-)
+from kvoffload.cli import lab
 from kvoffload.cli.terminal import console_of, print_json, table_of
 from kvoffload.config import HostContents, contents_of
 from kvoffload.lab.capacity import parse_capacity
 from kvoffload.lab.model import DEFAULT_MODEL, ModelShape
-from kvoffload.lab.replay import (
-    NO_CONTRACT,
-    Contract,
-    ReplayConfig,
-    ReplayResult,
-    TierUse,
-    replay_many,
-    why_inclusive,
-)
+from kvoffload.lab.replay import NO_CONTRACT, Contract, ReplayConfig, ReplayResult, TierUse, replay_many, why_inclusive
 from kvoffload.lab.trace import Trace
 from kvoffload.units import counted, format_bytes
 
@@ -65,16 +38,12 @@ class Grid:
 
 
 @click.command(short_help="Compare policies and capacities on a trace.")
-@errors("replay")
-@gathered(
+@lab.errors("replay")
+@lab.gathered(
     "grid",
     Grid,
     click.option(
-        "--policy",
-        "policies",
-        default=DEFAULT_POLICY,
-        show_default=True,
-        help="Comma-separated policies.",
+        "--policy", "policies", default=lab.DEFAULT_POLICY, show_default=True, help="Comma-separated policies."
     ),
     click.option(
         "--capacity",
@@ -89,33 +58,33 @@ class Grid:
     click.option(
         "--store-threshold", type=int, metavar="N", help="Store a block once N requests have asked for it, 2 or more."
     ),
-    contents_option,
+    lab.contents_option,
 )
-@contract_options
+@lab.contract_options
 @click.option("--model", metavar="CONFIG", help="The model's config.json.  [default: Llama-3.1-8B]")
-@speed_options
-@trace_options("TRACE")
-@jobs_option
-@output_options("Print a JSON list with one entry per configuration.", "Write a page with plots.")
+@lab.speed_options
+@lab.trace_options("TRACE")
+@lab.jobs_option
+@lab.output_options("Print a JSON list with one entry per configuration.", "Write a page with plots.")
 def replay(
-    source: TraceSource,
+    source: lab.TraceSource,
     grid: Grid,
-    promised: GivenContract,
+    promised: lab.GivenContract,
     model: str | None,
-    speeds: GivenSpeeds,
+    speeds: lab.GivenSpeeds,
     jobs: int | None,
-    output: Output,
+    output: lab.Output,
 ) -> None:
     """Replay a trace of requests through the managers that serve an engine, and print what they would have found.
 
     Every policy is combined with every capacity. No bytes are copied, and a disk is always fast enough. Exit status 2:
     the trace cannot be read, or an option is invalid.
     """
-    policies = listed("--policy", grid.policies)
+    policies = lab.listed("--policy", grid.policies)
     for policy in policies:
         policy_class(policy)
     shape = DEFAULT_MODEL if model is None else ModelShape.from_config(model)
-    requests = requests_in("replay", source)
+    requests = lab.requests_in("replay", source)
     given = speeds.for_trace(requests)
     sizes = _Sizes(requests, shape, grid)
     contract = promised.checked(requests, shape)
@@ -123,7 +92,7 @@ def replay(
     # One configuration is compared with the same one without tenants and hints.
     has_contract = len(configs) == 1 and contract.counts_in(requests)
     plain = [replace(config, contract=NO_CONTRACT) for config in configs] if has_contract else []
-    with progress("replaying") as on_progress:
+    with lab.progress("replaying") as on_progress:
         results = replay_many(
             requests, configs + plain, model=shape, speeds=given, processes=jobs, on_progress=on_progress
         )
@@ -137,7 +106,7 @@ def replay(
     else:
         _show(results, sizes)
         if without:
-            show_contract(results[0], without[0])
+            lab.show_contract(results[0], without[0])
     if output.html is not None:
         from kvoffload.lab.page import replay_page
 
@@ -153,13 +122,15 @@ class _Sizes:
     def __init__(self, trace: Trace, model: ModelShape, grid: Grid) -> None:
         self._num_distinct = trace.num_distinct
         self._block_bytes = trace.block_tokens * model.bytes_per_token
-        self.about = described(trace, model, int(trace.num_distinct * self._block_bytes))
+        self.about = lab.described(trace, model, int(trace.num_distinct * self._block_bytes))
         """The size of the trace, in words."""
 
         def blocks(option: str, text: str) -> int:
             return parse_capacity(text, trace, model, option)
 
-        self.host = list(dict.fromkeys(blocks("--capacity", text) for text in listed("--capacity", grid.capacities)))
+        self.host = list(
+            dict.fromkeys(blocks("--capacity", text) for text in lab.listed("--capacity", grid.capacities))
+        )
         self.device = 0 if grid.device is None else blocks("--device", grid.device)
         self.disk = 0 if grid.disk is None else blocks("--disk", grid.disk)
         self.host_contents = contents_of(grid.host_contents, why_inclusive(self.device, model))

@@ -10,33 +10,13 @@ import click
 
 from kvoffload.abc import ConfigError
 from kvoffload.cache.policies import policy_class
-from kvoffload.cli.lab import (
-    DEFAULT_POLICY,
-    GivenContract,
-    GivenSpeeds,
-    Output,
-    TraceSource,
-    check_positive,
-    contents_option,
-    contract_options,
-    described,
-    errors,
-    gathered,
-    jobs_option,
-    listed,
-    output_options,
-    progress,
-    requests_in,
-    show_contract,
-    speed_options,
-    trace_options,
-)
+from kvoffload.cli import lab
 from kvoffload.cli.terminal import console_of, print_json, table_of
 from kvoffload.config import HostContents
 from kvoffload.lab.capacity import parse_size
 from kvoffload.lab.latency import Origin, Speeds
 from kvoffload.lab.model import DEFAULT_MODEL, DTYPE_BYTES, ModelShape
-from kvoffload.lab.sizing import DEFAULT_PRICES, Choices, Prices, Sizing, footnote
+from kvoffload.lab.sizing import DEFAULT_GOAL, Choices, Goal, Sizing, footnote
 from kvoffload.lab.sizing import size as find_size
 from kvoffload.lab.trace import Trace
 
@@ -61,7 +41,7 @@ class Tried:
         def sizes(option: str, text: str | None) -> list[int]:
             return [
                 0 if option == "--disk" and part in ("none", "0") else parse_size(part, trace, model, option)
-                for part in ([] if text is None else listed(option, text))
+                for part in ([] if text is None else lab.listed(option, text))
             ]
 
         device = 0 if self.device is None else parse_size(self.device, trace, model, "--device")
@@ -69,29 +49,70 @@ class Tried:
 
 
 @dataclass(frozen=True, slots=True)
-class Goal:
-    """The goal of a setting: the least price, for a time to first token in milliseconds."""
+class GivenModel:
+    """Options for the model. Raises ConfigError if they do not go together."""
+
+    model: str | None
+    kv_dtype: str | None
+
+    def __post_init__(self) -> None:
+        if self.kv_dtype is None:
+            return
+        if self.kv_dtype not in DTYPE_BYTES:
+            fix = f"use one of {', '.join(DTYPE_BYTES)}, or leave it out"
+            raise ConfigError("--kv-dtype", self.kv_dtype, "unknown", fix)
+        if self.model is None:
+            raise ConfigError(f"--kv-dtype={self.kv_dtype!r} without --model: give the model's config.json too")
+
+    @property
+    def shape(self) -> ModelShape:
+        if self.model is None:
+            return DEFAULT_MODEL
+        return ModelShape.from_config(self.model, None if self.kv_dtype is None else DTYPE_BYTES[self.kv_dtype])
+
+
+@dataclass(frozen=True, slots=True)
+class GivenGoal:
+    """Options for the goal: the time to first token is in milliseconds. Raises ConfigError if one is wrong."""
 
     ttft_p95: float | None
     ram_price: float
     disk_price: float
 
     def __post_init__(self) -> None:
-        check_positive("--ttft-p95", self.ttft_p95, "milliseconds")
+        lab.check_positive("--ttft-p95", self.ttft_p95, "milliseconds")
         for option, value in (("--ram-price", self.ram_price), ("--disk-price", self.disk_price)):
             if not 0 <= value < math.inf:
                 given = int(value) if value.is_integer() else value
                 raise ConfigError(option, given, "must be 0 or more", "give the price per GiB, or leave it out")
 
+    def with_speeds(self, speeds: Speeds) -> Goal:
+        """Returns the goal. Raises ConfigError if a time was given and ``speeds`` cannot say it."""
+        if self.ttft_p95 is None:
+            return Goal(None, self.ram_price, self.disk_price)
+        if speeds.prefill_origin is Origin.GUESSED:
+            raise ConfigError(
+                "--ttft-p95",
+                self.ttft_p95,
+                "the time to first token depends on how fast your server computes, and this trace does not say it",
+                "give --prefill-speed, the tokens of a long prompt per second until its first "
+                "token, or take a trace that record_trace of this version has recorded",
+            )
+        return Goal(self.ttft_p95 / 1000, self.ram_price, self.disk_price)
+
 
 @click.command()
-@errors("size")
-@click.option("--model", metavar="CONFIG", help="The model's config.json.  [default: Llama-3.1-8B]")
-@click.option("--kv-dtype", metavar="DTYPE", help="Dtype of the KV cache, such as fp8.  [default: the model's]")
-@gathered(
+@lab.errors("size")
+@lab.gathered(
+    "model",
+    GivenModel,
+    click.option("--model", metavar="CONFIG", help="The model's config.json.  [default: Llama-3.1-8B]"),
+    click.option("--kv-dtype", metavar="DTYPE", help="Dtype of the KV cache, such as fp8.  [default: the model's]"),
+)
+@lab.gathered(
     "tried",
     Tried,
-    click.option("--policy", default=DEFAULT_POLICY, show_default=True, help="Policy of RAM and disk."),
+    click.option("--policy", default=lab.DEFAULT_POLICY, show_default=True, help="Policy of RAM and disk."),
     click.option(
         "--device",
         metavar="SIZE",
@@ -106,71 +127,57 @@ class Goal:
         metavar="SIZES",
         help="Disk to try, such as none,1TiB.  [default: none if --ram is given, else none and powers of two]",
     ),
-    contents_option,
+    lab.contents_option,
 )
-@contract_options
-@speed_options
-@gathered(
+@lab.contract_options
+@lab.speed_options
+@lab.gathered(
     "goal",
-    Goal,
+    GivenGoal,
     click.option("--ttft-p95", type=float, metavar="MS", help="Find the cheapest setting that is as fast as this."),
     click.option(
         "--ram-price",
         type=float,
-        default=DEFAULT_PRICES.ram_per_gib,
+        default=DEFAULT_GOAL.ram_per_gib,
         show_default=True,
         help="Price per GiB of RAM, in any currency.",
     ),
     click.option(
-        "--disk-price",
-        type=float,
-        default=DEFAULT_PRICES.disk_per_gib,
-        show_default=True,
-        help="Price per GiB of disk.",
+        "--disk-price", type=float, default=DEFAULT_GOAL.disk_per_gib, show_default=True, help="Price per GiB of disk."
     ),
 )
-@trace_options("TRACE")
-@jobs_option
-@output_options("Print everything as one JSON object.", "Write a page with a plot.")
+@lab.trace_options("TRACE")
+@lab.jobs_option
+@lab.output_options("Print everything as one JSON object.", "Write a page with a plot.")
 def size(
-    source: TraceSource,
-    model: str | None,
-    kv_dtype: str | None,
+    source: lab.TraceSource,
+    model: GivenModel,
     tried: Tried,
-    promised: GivenContract,
-    speeds: GivenSpeeds,
-    goal: Goal,
+    promised: lab.GivenContract,
+    speeds: lab.GivenSpeeds,
+    goal: GivenGoal,
     jobs: int | None,
-    output: Output,
+    output: lab.Output,
 ) -> None:
     """Find out how much RAM and disk a trace of requests needs.
 
     Prints the share of prompt tokens that each setting would serve, and the time to first token without queueing. Exit
     status 2: the trace cannot be read, or an option is invalid.
     """
-    shape = _model(model, kv_dtype)
-    requests = requests_in("size", source)
+    shape = model.shape
+    requests = lab.requests_in("size", source)
     choices = tried.for_trace(requests, shape)
     given = speeds.for_trace(requests)
-    if goal.ttft_p95 is not None and given.prefill_origin is Origin.GUESSED:
-        raise ConfigError(
-            "--ttft-p95",
-            goal.ttft_p95,
-            "the time to first token depends on how fast your server computes, and this trace does not say it",
-            "give --prefill-speed, the tokens of a long prompt per second until its first "
-            "token, or take a trace that record_trace of this version has recorded",
-        )
-    prices = Prices(goal.ram_price, goal.disk_price)
+    wanted = goal.with_speeds(given)
     contract = promised.checked(requests, shape)
-    with progress("sizing") as on_progress:
+    with lab.progress("sizing") as on_progress:
         sizing = find_size(
             requests,
             shape,
             choices,
             contract=contract,
             speeds=given,
-            prices=prices,
-            target_p95_s=None if goal.ttft_p95 is None else goal.ttft_p95 / 1000,
+            goal=wanted,
             processes=jobs,
             on_progress=on_progress,
         )
@@ -181,18 +188,8 @@ def size(
     if output.html is not None:
         from kvoffload.lab.page import size_page
 
-        lead = described(requests, shape, sizing.footprint_bytes)
-        output.write(size_page(requests, lead, shape, given, prices, sizing))
-
-
-def _model(config: str | None, kv_dtype: str | None) -> ModelShape:
-    if kv_dtype is not None and kv_dtype not in DTYPE_BYTES:
-        raise ConfigError("--kv-dtype", kv_dtype, "unknown", f"use one of {', '.join(DTYPE_BYTES)}, or leave it out")
-    if config is None and kv_dtype is not None:
-        raise ConfigError(f"--kv-dtype={kv_dtype!r} without --model: give the model's config.json too")
-    if config is None:
-        return DEFAULT_MODEL
-    return ModelShape.from_config(config, None if kv_dtype is None else DTYPE_BYTES[kv_dtype])
+        lead = lab.described(requests, shape, sizing.footprint_bytes)
+        output.write(size_page(requests, lead, shape, given, wanted, sizing))
 
 
 # Output.
@@ -215,13 +212,13 @@ def _to_dict(trace: Trace, model: ModelShape, sizing: Sizing) -> dict[str, objec
 
 def _show(trace: Trace, model: ModelShape, speeds: Speeds, sizing: Sizing) -> None:
     console = console_of()
-    console.print(described(trace, model, sizing.footprint_bytes), style="dim")
+    console.print(lab.described(trace, model, sizing.footprint_bytes), style="dim")
     console.print(f"\n{sizing.answer}\n", style="bold")
     for warning in sizing.warnings:
         console.print(f"{warning}\n", style="yellow")
     console.print(settings_table(sizing))
     if sizing.comparison is not None:
-        show_contract(*sizing.comparison)
+        lab.show_contract(*sizing.comparison)
     console.print(f"\n{footnote(speeds, sizing)} {' '.join(model.notes)}".rstrip(), style="dim")
 
 

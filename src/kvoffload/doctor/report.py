@@ -23,11 +23,7 @@ PLAIN_MARKS = {Level.OK: "ok", Level.NOTE: "--", Level.WARNING: "!", Level.PROBL
 STYLES = {Level.OK: "green4", Level.NOTE: "dim", Level.WARNING: "yellow", Level.PROBLEM: "bold red"}
 VERDICT_STYLES = {Level.OK: "bold green4", Level.WARNING: "bold yellow", Level.PROBLEM: "bold red"}
 MIN_WIDTH = 40
-TITLES = {
-    Area.CONFIGURATION: "Configuration",
-    Area.MACHINE: "This machine",
-    Area.MODEL: "Model",
-}
+TITLES = {Area.CONFIGURATION: "Configuration", Area.MACHINE: "This machine", Area.MODEL: "Model"}
 
 
 def to_dict(examination: Examination) -> dict[str, Any]:

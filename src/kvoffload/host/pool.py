@@ -200,8 +200,7 @@ class HostPool:
                     NOT_SET,
                     f"{format_bytes(self.nbytes)} requested, but "
                     f"{'memory does not grow' if grows else 'other processes took memory at the same time'}: "
-                    f"{format_bytes(left)} are still to be allocated, but only "
-                    f"{format_bytes(available)} are available",
+                    f"{format_bytes(left)} are still to be allocated, but only {format_bytes(available)} are available",
                     f"set host_bytes to {format_bytes((offset + available) * 8 // 10)} or less",
                 )
             os.posix_fallocate(self.fd, offset, step)

@@ -88,10 +88,6 @@ class Registration:
         """How many slots, from the first on, are registered. It only grows until ``close``, and needs no lock."""
         return self._num_ready
 
-    def wait_until_ended(self) -> None:
-        """Waits until all slots are registered or the thread has stopped, for benchmarks and tests."""
-        self._thread.join()
-
     def release(self) -> None:
         """Says that no copy of these slots is in progress and none will begin. ``close`` waits for this; until then the
         slots remain registered, because the driver would delay an engine that is still serving."""

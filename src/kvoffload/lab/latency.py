@@ -44,12 +44,7 @@ DEFAULT_SPEEDS = Speeds()
 
 
 def ttft_seconds(
-    model: ModelShape,
-    speeds: Speeds,
-    prompt_tokens: Ints,
-    device_tokens: Ints,
-    host_tokens: Ints,
-    disk_tokens: Ints,
+    model: ModelShape, speeds: Speeds, prompt_tokens: Ints, device_tokens: Ints, host_tokens: Ints, disk_tokens: Ints
 ) -> Floats:
     """Returns the time to first token of each request alone on the machine: without queueing and batching, so shorter
     than on a busy server.

@@ -15,7 +15,7 @@ from kvoffload.lab.latency import Speeds
 from kvoffload.lab.model import ModelShape
 from kvoffload.lab.plots import MAX_BARS, curve_plot, misses_plot, sizing_plot, tiers_plot
 from kvoffload.lab.replay import ReplayResult
-from kvoffload.lab.sizing import Prices, Sizing, footnote
+from kvoffload.lab.sizing import Goal, Sizing, footnote
 from kvoffload.lab.trace import Trace
 from kvoffload.units import counted, format_bytes
 
@@ -92,18 +92,8 @@ def replay_page(trace: Trace, lead: str, model: ModelShape, speeds: Speeds, resu
         )
         for each in ordered
     ]
-    shares = "hit tokens, %", "saved FLOPs, %"
-    columns = (
-        "policy",
-        "blocks",
-        "memory",
-        *shares,
-        "writes per access",
-        "written",
-        "evicted",
-        "TTFT p50, s",
-        "TTFT p95, s",
-    )
+    found = "policy", "blocks", "memory", "hit tokens, %", "saved FLOPs, %"
+    columns = (*found, "writes per access", "written", "evicted", "TTFT p50, s", "TTFT p95, s")
     best_size = f"{best.capacity_blocks:,} blocks ({memory(best.capacity_blocks)})"
     is_exclusive = best.host_contents is HostContents.EXCLUSIVE
     return _render(
@@ -117,12 +107,12 @@ def replay_page(trace: Trace, lead: str, model: ModelShape, speeds: Speeds, resu
     )
 
 
-def size_page(trace: Trace, lead: str, model: ModelShape, speeds: Speeds, prices: Prices, sizing: Sizing) -> str:
+def size_page(trace: Trace, lead: str, model: ModelShape, speeds: Speeds, goal: Goal, sizing: Sizing) -> str:
     """Returns the page about ``sizing``, of ``trace``, which ``lead`` describes."""
     alone = ", with LRU and without the tenants' shares and the hints" if sizing.comparison else ""
     columns, *rows = sizing.table()
     chosen = None if sizing.chosen is None else sizing.settings.index(sizing.chosen)
-    price = f"Price: {prices.ram_per_gib:g} per GiB of RAM, {prices.disk_per_gib:g} per GiB of disk."
+    price = f"Price: {goal.ram_per_gib:g} per GiB of RAM, {goal.disk_per_gib:g} per GiB of disk."
     foot = footnote(speeds, sizing).replace(" * marks ", " Highlighted: ")
     return _render(
         trace,

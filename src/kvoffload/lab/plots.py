@@ -10,20 +10,7 @@ import numpy as np
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from kvoffload.abc import MissReason
-from kvoffload.lab.figures import (
-    BLUE,
-    GREEN,
-    GREY,
-    GRID,
-    INK,
-    MUTED,
-    ORANGE,
-    PURPLE,
-    SOFT,
-    STYLE,
-    make_figure,
-    svg,
-)
+from kvoffload.lab.figures import BLUE, GREEN, GREY, GRID, INK, MUTED, ORANGE, PURPLE, SOFT, STYLE, make_figure, svg
 from kvoffload.lab.replay import ReplayResult
 from kvoffload.lab.sizing import Sizing
 from kvoffload.units import format_bytes
@@ -154,11 +141,7 @@ def misses_plot(results: Sequence[ReplayResult]) -> str:
         rows.append({**row, "no miss": 100 - sum(row.values())})
     colours = {_words(reason): REASONS.get(reason, OTHER_REASON) for reason in present}
     return _bars(
-        results,
-        rows,
-        {**colours, "no miss": NO_MISS},
-        "% of requests",
-        "Requests by the reason of their first miss",
+        results, rows, {**colours, "no miss": NO_MISS}, "% of requests", "Requests by the reason of their first miss"
     )
 
 
@@ -186,16 +169,9 @@ def _bars(
             ax.barh(places, pieces, left=starts, height=0.72, color=colour, label=name)
             for place, start, piece in zip(places, starts, pieces, strict=True):
                 if piece >= LEAST_LABELLED:
-                    dark = colour not in (GRID, SOFT)
-                    ax.text(
-                        start + piece / 2,
-                        place,
-                        f"{piece:.1f}",
-                        ha="center",
-                        va="center",
-                        fontsize=8.5,
-                        color="white" if dark else INK,
-                    )
+                    ink = INK if colour in (GRID, SOFT) else "white"
+                    where = start + piece / 2, place
+                    ax.text(*where, f"{piece:.1f}", ha="center", va="center", fontsize=8.5, color=ink)
             starts = [start + piece for start, piece in zip(starts, pieces, strict=True)]
         ax.set_yticks(places, [f"{result.policy}, {result.capacity_blocks:,}" for result in results])
         ax.tick_params(axis="y", labelcolor=INK)

@@ -284,7 +284,7 @@ def replay(
         raise _failed(config.policy, done, error) from error
     if on_progress is not None:
         on_progress(1.0)
-    return run.result(model, speeds, time.perf_counter() - started)
+    return result_of(run, model, speeds, time.perf_counter() - started)
 
 
 def replay_many(
@@ -398,15 +398,22 @@ class DeviceUse(NamedTuple):
     num_held: int
 
 
-class Run:
-    """A replay in progress: managers, and what the requests served so far have found. Arguments as for ``replay``."""
+@dataclass(slots=True, eq=False)
+class Tally:
+    """What the requests served so far have found, and what that has cost."""
 
-    def __init__(
-        self,
-        trace: Trace,
-        config: ReplayConfig,
-        hints: Sequence[Hints | None] | None = None,
-    ) -> None:
+    hits: array[int] = field(default_factory=lambda: array("q"))
+    """Blocks found on the device, in the host and on disk, per request."""
+    block_hits: int = 0
+    stored: int = 0
+    evicted: int = 0
+    misses: Counter[MissReason] = field(default_factory=Counter)
+
+
+class Run:
+    """A replay in progress: managers that requests are served with, and a ``tally``. Arguments as for ``replay``."""
+
+    def __init__(self, trace: Trace, config: ReplayConfig, hints: Sequence[Hints | None] | None = None) -> None:
         self.trace = trace
         self.config = config
         self.now = 0.0
@@ -418,10 +425,7 @@ class Run:
             self.hints = hints.__getitem__
         self.tier: CatalogTier | None = None
         self.device: DeviceCache | None = None
-        self.hits = array("q")
-        """Blocks found on the device, in the host and on disk, per request."""
-        self.block_hits = self.stored = self.evicted = 0
-        self.misses: Counter[MissReason] = Counter()
+        self.tally = Tally()
         self.make_managers()
 
     def make_managers(self) -> None:
@@ -530,10 +534,10 @@ class Run:
             self.manager.touch(prompt, context)
             found, from_disk, ready = self.promote(prompt[on_device:], context)
         loaded_to = on_device + found
-        self.hits.extend((on_device, found - from_disk, from_disk))
-        self.block_hits += on_device + int(np.count_nonzero(ready))
+        self.tally.hits.extend((on_device, found - from_disk, from_disk))
+        self.tally.block_hits += on_device + int(np.count_nonzero(ready))
         if loaded_to < len(prompt):
-            self.misses[self.manager.explain_miss(prompt[loaded_to]).reason] += 1
+            self.tally.misses[self.manager.explain_miss(prompt[loaded_to]).reason] += 1
         return loaded_to
 
     def end(self, chain: list[OffloadKey], stored: Sequence[OffloadKey], context: ReqContext | None) -> None:
@@ -556,8 +560,8 @@ class Run:
         if output is None:
             return (), False
         stored, lease = output.keys_to_store, output.store_spec
-        self.evicted += len(output.evicted_keys)
-        self.stored += len(stored)
+        self.tally.evicted += len(output.evicted_keys)
+        self.tally.stored += len(stored)
         if self.tier is None:
             if stored:
                 manager.complete_store(lease, context)
@@ -592,71 +596,6 @@ class Run:
         ready = self.host.table.states(prompt) == HIT
         from_disk = min(found, sum(map(len, manager.release_request(context).values())))
         return found, from_disk, ready
-
-    def result(self, model: ModelShape, speeds: Speeds, seconds: float) -> ReplayResult:
-        trace, config = self.trace, self.config
-        asked = trace.input_tokens
-        hits = np.frombuffer(self.hits, dtype=np.int64).reshape(-1, 3).T
-        # Row t: the tokens of each prompt that tier t and the tiers above it have.
-        reach: Ints = np.minimum(np.cumsum(hits, axis=0) * trace.block_tokens, asked)
-        device, host, disk = np.diff(reach, axis=0, prepend=0)
-        all_flops = _flops(model, np.zeros_like(asked), asked)
-        counts = self.take_counts()
-        self.evicted += int(counts.get("evicted_blocks", 0))
-        ttft = ttft_seconds(model, speeds, asked, device, host, disk)
-        p50, p95 = np.percentile(ttft, [50, 95]).tolist() if len(ttft) else (0.0, 0.0)
-        return ReplayResult(
-            **{field.name: getattr(config, field.name) for field in fields(config)},
-            requests=trace.num_requests,
-            accesses=trace.num_accesses,
-            prompt_tokens=int(asked.sum()),
-            saved_flops_pct=_percent(_flops(model, np.zeros_like(asked), reach[2]), all_flops),
-            block_hits=self.block_hits,
-            stored_blocks=self.stored,
-            evicted_blocks=self.evicted,
-            dropped_writes=int(counts.get("tier_dropped_writes:disk", 0)),
-            misses=dict(self.misses.most_common()),
-            tiers=self.tier_uses(model, reach, hits.sum(axis=1).tolist(), all_flops),
-            ttft_p50_s=p50,
-            ttft_p95_s=p95,
-            seconds=seconds,
-            device_tokens=device,
-            host_tokens=host,
-            disk_tokens=disk,
-            tenants=_by_tenant(trace, config.contract, device + host + disk),
-        )
-
-    def tier_uses(self, model: ModelShape, reach: Ints, found: list[int], all_flops: float) -> tuple[TierUse, ...]:
-        """Returns the use of each tier. ``reach[t]``: the tokens of each prompt that tier t and those above it have;
-        ``found[t]``: the blocks found in tier t."""
-        trace, config = self.trace, self.config
-        block_bytes = model.bytes_per_token * trace.block_tokens
-        prompt_tokens = int(trace.input_tokens.sum())
-        written, read = (self.tier.num_written, self.tier.num_read) if self.tier is not None else (0, 0)
-        rows = (
-            ("device", config.device_blocks, 0, 0, 0 if self.device is None else self.device.num_evicted),
-            ("host", config.capacity_blocks, self.stored + read, found[1] + found[2] + written, self.evicted),
-            ("disk", config.disk_blocks, written, read, 0 if self.tier is None else self.tier.stats().num_evicted),
-        )
-        uses = []
-        start = np.zeros_like(trace.input_tokens)
-        for (name, capacity, blocks_in, blocks_out, evicted), end in zip(rows, reach, strict=True):
-            tokens = int((end - start).sum())
-            uses.append(
-                TierUse(
-                    name,
-                    capacity,
-                    tokens,
-                    _percent(tokens, prompt_tokens),
-                    _percent(_flops(model, start, end), all_flops),
-                    int(blocks_in * block_bytes),
-                    int(blocks_out * block_bytes),
-                    blocks_in / trace.num_distinct if trace.num_distinct else 0.0,
-                    evicted,
-                )
-            )
-            start = end
-        return tuple(use for use in uses if use.capacity_blocks)
 
 
 class ExclusiveRun(Run):
@@ -711,6 +650,74 @@ class ExclusiveRun(Run):
 
     def _keys(self, blocks: list[int]) -> list[OffloadKey]:
         return self.trace.keys_of(np.array(blocks, dtype=np.int64)) if blocks else []
+
+
+def result_of(run: Run, model: ModelShape, speeds: Speeds, seconds: float) -> ReplayResult:
+    """Returns what a replay has found that took ``seconds``."""
+    trace, config, tally = run.trace, run.config, run.tally
+    asked = trace.input_tokens
+    hits = np.frombuffer(tally.hits, dtype=np.int64).reshape(-1, 3).T
+    # Row t: the tokens of each prompt that tier t and the tiers above it have.
+    reach: Ints = np.minimum(np.cumsum(hits, axis=0) * trace.block_tokens, asked)
+    device, host, disk = np.diff(reach, axis=0, prepend=0)
+    all_flops = _flops(model, np.zeros_like(asked), asked)
+    counts = run.take_counts()
+    tally.evicted += int(counts.get("evicted_blocks", 0))
+    ttft = ttft_seconds(model, speeds, asked, device, host, disk)
+    p50, p95 = np.percentile(ttft, [50, 95]).tolist() if len(ttft) else (0.0, 0.0)
+    return ReplayResult(
+        **{field.name: getattr(config, field.name) for field in fields(config)},
+        requests=trace.num_requests,
+        accesses=trace.num_accesses,
+        prompt_tokens=int(asked.sum()),
+        saved_flops_pct=_percent(_flops(model, np.zeros_like(asked), reach[2]), all_flops),
+        block_hits=tally.block_hits,
+        stored_blocks=tally.stored,
+        evicted_blocks=tally.evicted,
+        dropped_writes=int(counts.get("tier_dropped_writes:disk", 0)),
+        misses=dict(tally.misses.most_common()),
+        tiers=_tier_uses(run, model, reach, hits.sum(axis=1).tolist(), all_flops),
+        ttft_p50_s=p50,
+        ttft_p95_s=p95,
+        seconds=seconds,
+        device_tokens=device,
+        host_tokens=host,
+        disk_tokens=disk,
+        tenants=_by_tenant(trace, config.contract, device + host + disk),
+    )
+
+
+def _tier_uses(run: Run, model: ModelShape, reach: Ints, found: list[int], all_flops: float) -> tuple[TierUse, ...]:
+    """Returns the use of each tier. ``reach[t]``: the tokens of each prompt that tier t and those above it have;
+    ``found[t]``: the blocks found in tier t."""
+    trace, config, tally, tier = run.trace, run.config, run.tally, run.tier
+    block_bytes = model.bytes_per_token * trace.block_tokens
+    prompt_tokens = int(trace.input_tokens.sum())
+    written, read = (0, 0) if tier is None else (tier.num_written, tier.num_read)
+    rows = (
+        ("device", config.device_blocks, 0, 0, 0 if run.device is None else run.device.num_evicted),
+        ("host", config.capacity_blocks, tally.stored + read, found[1] + found[2] + written, tally.evicted),
+        ("disk", config.disk_blocks, written, read, 0 if tier is None else tier.stats().num_evicted),
+    )
+    uses = []
+    start = np.zeros_like(trace.input_tokens)
+    for (name, capacity, blocks_in, blocks_out, evicted), end in zip(rows, reach, strict=True):
+        tokens = int((end - start).sum())
+        uses.append(
+            TierUse(
+                name,
+                capacity,
+                tokens,
+                _percent(tokens, prompt_tokens),
+                _percent(_flops(model, start, end), all_flops),
+                int(blocks_in * block_bytes),
+                int(blocks_out * block_bytes),
+                blocks_in / trace.num_distinct if trace.num_distinct else 0.0,
+                evicted,
+            )
+        )
+        start = end
+    return tuple(use for use in uses if use.capacity_blocks)
 
 
 def _device(trace: Trace, num_blocks: int) -> DeviceCache:

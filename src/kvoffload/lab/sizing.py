@@ -43,14 +43,16 @@ GOOD_SHARE = 0.9
 
 
 @dataclass(frozen=True, slots=True)
-class Prices:
-    """Prices in any currency; only their ratio matters. The defaults are typical prices of server parts in dollars."""
+class Goal:
+    """The least price, for a time to first token if one is given. Prices are in any currency; only their ratio matters.
+    The defaults are typical prices of server parts in dollars."""
 
+    target_p95_s: float | None = None
     ram_per_gib: float = 5.0
     disk_per_gib: float = 0.1
 
 
-DEFAULT_PRICES = Prices()
+DEFAULT_GOAL = Goal()
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,8 +231,7 @@ def size(
     *,
     contract: Contract = NO_CONTRACT,
     speeds: Speeds = DEFAULT_SPEEDS,
-    prices: Prices = DEFAULT_PRICES,
-    target_p95_s: float | None = None,
+    goal: Goal = DEFAULT_GOAL,
     processes: int | None = None,
     on_progress: Progress | None = None,
 ) -> Sizing:
@@ -273,13 +274,13 @@ def size(
     # LRU's curve takes no replays, and where nothing is evicted, all policies find the same.
     curve_policy = "lru" if has_contract else choices.policy
     curve = hit_curve(trace, curve_policy, sorted(capacities), processes=processes, on_progress=on_progress)
-    sizer = _Sizer(trace, model, speeds, prices, choices, contract, curve)
+    sizer = _Sizer(trace, model, speeds, goal, choices, contract, curve)
     nothing, ceiling = map(sizer.setting, [(0, 0), (footprint, 0)])
     share = len(pairs) / (len(pairs) + MAX_MORE)
     if has_contract:
         sizer.replay([(pair, True) for pair in pairs], processes, part(on_progress, 0.0, share))
     settings = list(map(sizer.setting, pairs))
-    chosen = _choose(settings, nothing, target_p95_s)
+    chosen = _choose(settings, nothing, goal.target_p95_s)
     best = chosen or _fastest(settings)
     pair = (best.ram_bytes, best.disk_bytes)
     more = [(2 * best.ram_bytes, best.disk_bytes)]
@@ -298,7 +299,7 @@ def size(
         ceiling=ceiling,
         nothing=nothing,
         settings=tuple(settings),
-        target_p95_s=target_p95_s,
+        target_p95_s=goal.target_p95_s,
         chosen=chosen,
         more_ram=more_ram,
         more_disk=more_disk[0] if more_disk else None,
@@ -385,7 +386,7 @@ class _Sizer:
     trace: Trace
     model: ModelShape
     speeds: Speeds
-    prices: Prices
+    goal: Goal
     choices: Choices
     contract: Contract
     curve: Curve
@@ -418,7 +419,7 @@ class _Sizer:
             ttft_mean_s=float(seconds.mean()),
             ttft_p50_s=float(p50),
             ttft_p95_s=float(p95),
-            price=(ram_bytes * self.prices.ram_per_gib + disk_bytes * self.prices.disk_per_gib) / (1 << 30),
+            price=(ram_bytes * self.goal.ram_per_gib + disk_bytes * self.goal.disk_per_gib) / (1 << 30),
         )
 
     def _on_curve(self, ram_bytes: int, disk_bytes: int) -> _Found:

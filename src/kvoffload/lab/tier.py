@@ -47,7 +47,7 @@ class CatalogTier(Tier):
         return TierStats(self._capacity * size, num_blocks, num_blocks * size, self._catalog.num_evicted)
 
     def tenant_uses(self) -> Sequence[TenantUse]:
-        return self._catalog.manager.tenant_uses()
+        return self._catalog.blocks.tenant_uses()
 
     @property
     def is_busy(self) -> bool:
@@ -106,13 +106,13 @@ class CatalogTier(Tier):
         self._catalog.drop(keys)
 
     def reset(self) -> None:
-        self._catalog.manager.reset()
+        self._catalog.blocks.reset()
 
     def wait(self, timeout_s: float) -> None:
         pass
 
     def close(self) -> None:
-        self._catalog.manager.reset()
+        self._catalog.blocks.reset()
 
     def check_integrity(self) -> None:
-        self._catalog.manager.check_integrity()
+        self._catalog.blocks.check_integrity()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 PREFIX = "kvoffload:"
 """What the names of METRICS begin with at an engine's endpoint."""
@@ -30,115 +31,97 @@ class MetricSpec:
         return label.split(",", len(self.labels) - 1) if label else []
 
 
+_counter, _gauge = partial(MetricSpec, "counter"), partial(MetricSpec, "gauge")
 METRICS: dict[str, MetricSpec] = {
-    "store_blocks": MetricSpec("counter", "Blocks stored in host memory"),
-    "load_blocks": MetricSpec("counter", "Blocks loaded to the device"),
-    "store_bytes": MetricSpec("counter", "Bytes copied from device to host"),
-    "load_bytes": MetricSpec("counter", "Bytes copied from host to device"),
-    "store_seconds": MetricSpec("counter", "Time spent copying from device to host"),
-    "load_seconds": MetricSpec("counter", "Time spent copying from host to device"),
-    "store_failures": MetricSpec("counter", "Stores that failed twice or came too late, and were dropped"),
-    "load_failures": MetricSpec("counter", "Loads that failed; their tokens were recomputed"),
-    "weight_changes": MetricSpec("counter", "Changes of the weights, each of which drops all blocks"),
-    "evicted_blocks": MetricSpec("counter", "Blocks evicted from host memory"),
-    "early_evictions": MetricSpec(
-        "counter", "Of the evicted blocks, those that left early because of a hint of their session"
+    "store_blocks": _counter("Blocks stored in host memory"),
+    "load_blocks": _counter("Blocks loaded to the device"),
+    "store_bytes": _counter("Bytes copied from device to host"),
+    "load_bytes": _counter("Bytes copied from host to device"),
+    "store_seconds": _counter("Time spent copying from device to host"),
+    "load_seconds": _counter("Time spent copying from host to device"),
+    "store_failures": _counter("Stores that failed twice or came too late, and were dropped"),
+    "load_failures": _counter("Loads that failed; their tokens were recomputed"),
+    "weight_changes": _counter("Changes of the weights, each of which drops all blocks"),
+    "evicted_blocks": _counter("Blocks evicted from host memory"),
+    "early_evictions": _counter("Of the evicted blocks, those that left early because of a hint of their session"),
+    "ignored_options": _counter("Request options that were not valid or do not exist", "option"),
+    "refused_stores": _counter("Stores that were refused because no room could be made"),
+    "lost_blocks": _counter(
+        "Blocks that left the device with more than can be stored in one step, and were not stored"
     ),
-    "ignored_options": MetricSpec("counter", "Request options that were not valid or do not exist", "option"),
-    "refused_stores": MetricSpec("counter", "Stores that were refused because no room could be made"),
-    "lost_blocks": MetricSpec(
-        "counter", "Blocks that left the device with more than can be stored in one step, and were not stored"
+    "asked_tokens": _counter("Tokens of admitted requests"),
+    "device_hit_tokens": _counter("Tokens found in the engine's own cache"),
+    "host_hit_tokens": _counter("Tokens found in host memory"),
+    "saved_seconds": _counter("Time in which the engine would have computed what was loaded, by its measured speed"),
+    "misses": _counter("Requests that missed, by the reason of their first missing block", "reason"),
+    "wait_seconds": _counter(
+        "Time that requests waited for lower tiers, or for blocks that were loaded for another request"
     ),
-    "asked_tokens": MetricSpec("counter", "Tokens of admitted requests"),
-    "device_hit_tokens": MetricSpec("counter", "Tokens found in the engine's own cache"),
-    "host_hit_tokens": MetricSpec("counter", "Tokens found in host memory"),
-    "saved_seconds": MetricSpec(
-        "counter", "Time in which the engine would have computed what was loaded, by its measured speed"
-    ),
-    "misses": MetricSpec("counter", "Requests that missed, by the reason of their first missing block", "reason"),
-    "wait_seconds": MetricSpec(
-        "counter", "Time that requests waited for lower tiers, or for blocks that were loaded for another request"
-    ),
-    "promoted_blocks": MetricSpec("counter", "Blocks read from lower tiers into host memory and verified"),
-    "late_promotions": MetricSpec(
-        "counter", "Requests whose reads from lower tiers did not all end within the load deadline"
-    ),
-    "prefetched_blocks": MetricSpec(
-        "counter", "Blocks read from lower tiers before the request that was expected to use them"
-    ),
-    "prefetched_used_blocks": MetricSpec("counter", "Of these, blocks that a request then asked for in time"),
-    "tier_hit_tokens": MetricSpec("counter", "Tokens that were read from a lower tier for their request", "tier"),
-    "tier_read_bytes": MetricSpec("counter", "Bytes read from the tier and verified", "tier"),
-    "tier_read_seconds": MetricSpec("counter", "Time spent reading from the tier, added up over threads", "tier"),
-    "tier_read_failures": MetricSpec("counter", "Blocks that could not be read from the tier", "tier"),
-    "tier_bad_blocks": MetricSpec("counter", "Blocks of the tier that failed verification and were dropped", "tier"),
-    "tier_write_blocks": MetricSpec("counter", "Blocks written to the tier", "tier"),
-    "tier_write_bytes": MetricSpec("counter", "Bytes written to the tier", "tier"),
-    "tier_write_seconds": MetricSpec("counter", "Time spent writing to the tier, added up over threads", "tier"),
-    "tier_write_failures": MetricSpec("counter", "Blocks that could not be written to the tier", "tier"),
-    "tier_dropped_writes": MetricSpec(
-        "counter", "Blocks evicted or given up before they were written to the tier", "tier"
-    ),
-    "tier_evicted_blocks": MetricSpec("counter", "Blocks evicted from the tier", "tier"),
-    "tier_lookup_failures": MetricSpec("counter", "Lookups in the tier that failed or were answered too late", "tier"),
-    "tier_blocks": MetricSpec("gauge", "Blocks in the tier; 0 if it does not know", "tier"),
-    "tier_used_bytes": MetricSpec("gauge", "Bytes taken in the tier; 0 if it does not know", "tier"),
-    "tier_capacity_bytes": MetricSpec("gauge", "Budget of the tier in bytes; 0 if its medium bounds itself", "tier"),
-    "tier_off": MetricSpec("gauge", "1 if the tier is not used any more until the server restarts", "tier"),
-    "tier_paused": MetricSpec(
-        "gauge",
+    "promoted_blocks": _counter("Blocks read from lower tiers into host memory and verified"),
+    "late_promotions": _counter("Requests whose reads from lower tiers did not all end within the load deadline"),
+    "prefetched_blocks": _counter("Blocks read from lower tiers before the request that was expected to use them"),
+    "prefetched_used_blocks": _counter("Of these, blocks that a request then asked for in time"),
+    "tier_hit_tokens": _counter("Tokens that were read from a lower tier for their request", "tier"),
+    "tier_read_bytes": _counter("Bytes read from the tier and verified", "tier"),
+    "tier_read_seconds": _counter("Time spent reading from the tier, added up over threads", "tier"),
+    "tier_read_failures": _counter("Blocks that could not be read from the tier", "tier"),
+    "tier_bad_blocks": _counter("Blocks of the tier that failed verification and were dropped", "tier"),
+    "tier_write_blocks": _counter("Blocks written to the tier", "tier"),
+    "tier_write_bytes": _counter("Bytes written to the tier", "tier"),
+    "tier_write_seconds": _counter("Time spent writing to the tier, added up over threads", "tier"),
+    "tier_write_failures": _counter("Blocks that could not be written to the tier", "tier"),
+    "tier_dropped_writes": _counter("Blocks evicted or given up before they were written to the tier", "tier"),
+    "tier_evicted_blocks": _counter("Blocks evicted from the tier", "tier"),
+    "tier_lookup_failures": _counter("Lookups in the tier that failed or were answered too late", "tier"),
+    "tier_blocks": _gauge("Blocks in the tier; 0 if it does not know", "tier"),
+    "tier_used_bytes": _gauge("Bytes taken in the tier; 0 if it does not know", "tier"),
+    "tier_capacity_bytes": _gauge("Budget of the tier in bytes; 0 if its medium bounds itself", "tier"),
+    "tier_off": _gauge("1 if the tier is not used any more until the server restarts", "tier"),
+    "tier_paused": _gauge(
         "1 while the ability (read, write) of the tier is not used, or only tested, because it has failed or the tier "
         "cannot be reached",
         "ability,tier",
     ),
-    "pool_used_blocks": MetricSpec("gauge", "Blocks of the host pool in use"),
-    "pool_blocks": MetricSpec("gauge", "Capacity of the host pool in blocks"),
-    "tenant_asked_tokens": MetricSpec("counter", "Tokens of admitted requests, by tenant", "tenant"),
-    "tenant_hit_tokens": MetricSpec("counter", "Tokens found in host memory or read from a lower tier", "tenant"),
-    "tenant_blocks": MetricSpec("gauge", "Blocks of the tenant in the tier", "tenant,tier"),
-    "tenant_evicted_blocks": MetricSpec("counter", "Blocks of the tenant evicted from the tier", "tenant,tier"),
-    "tenant_refused_stores": MetricSpec(
-        "counter",
-        "Stores of the tenant that were refused, because of its quota or because no room could be made",
-        "tenant,tier",
+    "pool_used_blocks": _gauge("Blocks of the host pool in use"),
+    "pool_blocks": _gauge("Capacity of the host pool in blocks"),
+    "tenant_asked_tokens": _counter("Tokens of admitted requests, by tenant", "tenant"),
+    "tenant_hit_tokens": _counter("Tokens found in host memory or read from a lower tier", "tenant"),
+    "tenant_blocks": _gauge("Blocks of the tenant in the tier", "tenant,tier"),
+    "tenant_evicted_blocks": _counter("Blocks of the tenant evicted from the tier", "tenant,tier"),
+    "tenant_refused_stores": _counter(
+        "Stores of the tenant that were refused, because of its quota or because no room could be made", "tenant,tier"
     ),
-    "tenant_retained_blocks": MetricSpec(
-        "gauge", "Blocks of the tenant that are charged to its retention quota of the tier", "tenant,tier"
+    "tenant_retained_blocks": _gauge(
+        "Blocks of the tenant that are charged to its retention quota of the tier", "tenant,tier"
     ),
-    "tenant_lost_retained_blocks": MetricSpec(
-        "counter", "Retained blocks of the tenant that the tier has lost before their time", "tenant,tier"
+    "tenant_lost_retained_blocks": _counter(
+        "Retained blocks of the tenant that the tier has lost before their time", "tenant,tier"
     ),
-    "tenant_byte_seconds": MetricSpec(
-        "counter", "Bytes of the tenant in the tier times the seconds for which they were held", "tenant,tier"
+    "tenant_byte_seconds": _counter(
+        "Bytes of the tenant in the tier times the seconds for which they were held", "tenant,tier"
     ),
-    "tenant_retained_byte_seconds": MetricSpec(
-        "counter", "The same for blocks that are charged to the tenant's retention quota", "tenant,tier"
+    "tenant_retained_byte_seconds": _counter(
+        "The same for blocks that are charged to the tenant's retention quota", "tenant,tier"
     ),
-    "tenant_moved_bytes": MetricSpec(
-        "counter",
+    "tenant_moved_bytes": _counter(
         "Bytes of whole blocks that were copied for the tenant between device and host memory (host), or read from and "
         "written to the tier",
         "tenant,tier",
     ),
-    "tenant_saved_seconds": MetricSpec(
-        "counter", "Time in which the engine would have computed what was loaded for the tenant", "tenant"
+    "tenant_saved_seconds": _counter(
+        "Time in which the engine would have computed what was loaded for the tenant", "tenant"
     ),
-    "handovers": MetricSpec(
-        "counter",
+    "handovers": _counter(
         "Requests handed over to another server (sent), and requests of others by how much was found of what was "
         "handed over (complete, partial, none, other_name)",
         "result",
     ),
-    "retentions": MetricSpec(
-        "counter",
-        "Requests that asked for their blocks to be retained: by the tier that retains them, or why none does",
-        "answer",
+    "retentions": _counter(
+        "Requests that asked for their blocks to be retained: by the tier that retains them, or why none does", "answer"
     ),
-    "policy_rule": MetricSpec(
-        "gauge", "1 for the rule that a self-tuning policy follows now, 0 for the others", "rule"
-    ),
-    "policy_score": MetricSpec("gauge", "Recent hits that each rule would have had, in sampled blocks", "rule"),
-    "off": MetricSpec("gauge", "1 if a failed check has switched offloading off"),
+    "policy_rule": _gauge("1 for the rule that a self-tuning policy follows now, 0 for the others", "rule"),
+    "policy_score": _gauge("Recent hits that each rule would have had, in sampled blocks", "rule"),
+    "off": _gauge("1 if a failed check has switched offloading off"),
 }
 """Every metric by name. A labelled metric's values are stored under "name:label value"."""
 

@@ -40,13 +40,12 @@ class RequestRecord:
     ``tokens_asked`` is the length of its prompt, ``device_tokens`` what the engine's own cache held, ``host_tokens``
     what was loaded from host memory, and ``disk_tokens`` what was read from lower tiers for it and then loaded;
     ``tier_tokens`` says how many of these each tier delivered, by its name. ``missed_in`` is the tier that held the
-    missing block.
-    ``missed_key`` is the first missing block in hex, or None if all were found; ``age_s`` is how long ago that block
-    was evicted, refused or reset. ``policy`` is set for a miss under a self-tuning policy: the ``rule`` that it
-    followed then, and the ``scores`` of all its rules. ``tenant`` is the name of a configured tenant, or "other"; None
-    if there are none. ``engine`` is the name of an engine that offloads to host memory itself and has kvoffload below
-    that: then ``device_tokens`` is what was found on the device or there, ``host_tokens`` is 0, and only whole blocks
-    count.
+    missing block. ``missed_key`` is the first missing block in hex, or None if all were found; ``age_s`` is how long
+    ago that block was evicted, refused or reset. ``policy`` is set for a miss under a self-tuning policy: the ``rule``
+    that it followed then, and the ``scores`` of all its rules. ``tenant`` is the name of a configured tenant, or
+    "other"; None if there are none. ``engine`` is the name of an engine that offloads to host memory itself and has
+    kvoffload below that: then ``device_tokens`` is what was found on the device or there, ``host_tokens`` is 0, and
+    only whole blocks count.
     """
 
     time: float

@@ -331,9 +331,8 @@ class KVOffloadStorage(HiCacheStorage):
                 if entry.config.kind == "disk":
                     raise ConfigError(
                         *entry.named,
-                        f"SGLang stores the KV of this model on one of its {config.tp_size} "
-                        "tensor-parallel ranks, and the others cannot read a disk tier, which "
-                        "belongs to one rank",
+                        f"SGLang stores the KV of this model on one of its {config.tp_size} tensor-parallel ranks, and "
+                        "the others cannot read a disk tier, which belongs to one rank",
                         'write "kind": "shared_dir" with a directory of its own',
                     )
 

@@ -16,7 +16,4 @@ from __future__ import annotations
 import sys
 
 if "pytest" in sys.modules:  # a failing assert of a suite then shows the values that it compared
-    sys.modules["pytest"].register_assert_rewrite(
-        "kvoffload.testing.conformance",
-        "kvoffload.testing.tier_conformance",
-    )
+    sys.modules["pytest"].register_assert_rewrite("kvoffload.testing.conformance", "kvoffload.testing.tier_conformance")

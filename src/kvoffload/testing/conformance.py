@@ -13,14 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvoffload.abc import (
-    Access,
-    CachePolicy,
-    Eviction,
-    IntegrityError,
-    OffloadKey,
-    Slots,
-)
+from kvoffload.abc import Access, CachePolicy, Eviction, IntegrityError, OffloadKey, Slots
 from kvoffload.cache.keys import key_block_hash, make_offload_key
 from kvoffload.cache.policies.tenants import TenantPolicy
 

@@ -9,10 +9,10 @@ from itertools import compress
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.abc import BlockNotReadyError, OffloadKey, RetainRefusal, Slots, States
+from kvoffload.abc import Access, OffloadKey, RetainRefusal, Slots, States
 from kvoffload.abc.tier import HIT, MISS
+from kvoffload.cache.blocks import BlockCache
 from kvoffload.cache.keys import TRANSIENT
-from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import SlotBackend
 from kvoffload.cache.tenants import Shares
@@ -27,12 +27,10 @@ Claim = tuple[list[OffloadKey], Slots, Slots]
 
 class Catalog:
     """The blocks of a tier with ``num_slots`` slots of ``block_bytes``. ``policy``: the name of its cache policy.
-    ``shares``: what each tenant may take of the slots; without it they are everybody's. ``manager`` keeps the blocks.
+    ``shares``: what each tenant may take of the slots; without it they are everybody's. ``blocks`` keeps them.
 
-    Keys are looked up when a transfer begins; from then on it is known by its slots in the tier, which do not change
-    before it has ended. A block that is dropped in the meantime is no longer found, and its slot becomes free when its
-    transfer has ended. Every new block is accepted: a refused one would be a hole in its chain. With ``grows``
-    there are no slots until they are added. Raises ConfigError if there is no such policy.
+    Every new block is accepted: a refused one would be a hole in its chain. With ``grows`` there are no slots until
+    they are added. Raises ConfigError if there is no such policy.
     """
 
     def __init__(
@@ -48,20 +46,21 @@ class Catalog:
         self.num_evicted = 0
         """Blocks evicted since the start."""
         self._backend = SlotBackend(block_bytes, DISK_MEDIUM, num_slots, grows)
-        self.manager = PolicyOffloadingManager(
-            self._backend, make_policy(policy, num_slots, shares), must_store=True, clock=clock
-        )
-        self.retention = self.manager.retention
+        self._policy = make_policy(policy, num_slots, shares)
+        self._policy.must_store = True
+        self._clock = clock
+        self.blocks = BlockCache(self._backend, self._policy, clock)
+        self.retention = self.blocks.retention
         """Which blocks stay for a promised time."""
         self.retention.take_changes()
-        self._table = self.manager.table
+        self._table = self.blocks.table
         self._is_read = np.zeros(num_slots, dtype=np.bool_)
         """Which slots are being read."""
 
     @property
     def num_blocks(self) -> int:
         """Slots that are in use: by blocks, or by transfers of blocks that were dropped."""
-        return self.manager.num_used_blocks
+        return self.blocks.num_used
 
     @property
     def num_free(self) -> int:
@@ -70,7 +69,7 @@ class Catalog:
     @property
     def num_available(self) -> int:
         """Blocks that could be written now, in free slots and in place of others."""
-        return self.manager.num_available_blocks
+        return self.blocks.num_available
 
     def contains(self, keys: Sequence[OffloadKey]) -> States:
         """Returns one LookupState per key: HIT if the block can be read, else MISS."""
@@ -83,7 +82,7 @@ class Catalog:
     def restore(self, keys: Sequence[OffloadKey], slots: Slots) -> Slots:
         """Adds distinct blocks that the medium holds already, the least recently used first. Returns the slots of those
         that were left out, because they are more than their tenants' quotas, or their keys are transient."""
-        kept = self.manager.room.restorable(keys)
+        kept = self.blocks.room.restorable(keys)
         # Transient keys sort last.
         if max(keys, default=b"").startswith(TRANSIENT):
             is_lasting = np.array([not key.startswith(TRANSIENT) for key in keys])
@@ -94,7 +93,7 @@ class Catalog:
         for start in range(0, len(keys), RESTORED_AT_ONCE):
             share = slots[start : start + RESTORED_AT_ONCE]
             self._backend.add_allocated(share)
-            self.manager.restore(keys[start : start + RESTORED_AT_ONCE], share)
+            self.blocks.restore(keys[start : start + RESTORED_AT_ONCE], share)
         return left_out
 
     def add_free(self, slots: Slots) -> None:
@@ -108,31 +107,26 @@ class Catalog:
         if len(set(keys)) < len(keys):
             last = {key: i for i, key in enumerate(keys)}
             keys, host_slots = list(last), host_slots[list(last.values())]
-        try:
-            slots = self.manager.prepare_load(keys).slots
-        except BlockNotReadyError:
+        slots = self._table.find(keys)
+        cannot = (slots < 0) | self._table.is_writing(slots) | self._is_read[slots]
+        if cannot.any():
             # The caller has looked at another moment, or has not looked.
-            ready = np.flatnonzero(self._table.states(keys) == HIT)
-            keys, host_slots = [keys[i] for i in ready.tolist()], host_slots[ready]
-            slots = self.manager.prepare_load(keys).slots
-        being_read = self._is_read[slots]
-        if being_read.any():
-            self._unpin(slots[being_read])
-            fresh = np.flatnonzero(~being_read)
-            keys, host_slots, slots = [keys[i] for i in fresh.tolist()], host_slots[fresh], slots[fresh]
+            chosen = np.flatnonzero(~cannot)
+            keys, host_slots, slots = [keys[i] for i in chosen.tolist()], host_slots[chosen], slots[chosen]
+        self.blocks.pin(slots)
         self._is_read[slots] = True
         return list(keys), host_slots.copy(), slots
 
     def begin_writes(self, keys: Sequence[OffloadKey], host_slots: Slots, room: int) -> Claim:
         """Gives slots to those of ``keys`` that are absent, at most ``room`` of them, which must not be more than
         ``num_available``. Evicts other blocks as necessary."""
-        room = min(room, self.manager.room.num_storable(keys[0])) if keys else 0
-        output = self.manager.prepare_store(keys) if len(keys) <= room else None
+        room = min(room, self.blocks.room.num_storable(keys[0])) if keys else 0
+        output = self.blocks.allocate(keys) if len(keys) <= room else None
         if output is None:
             # Too many, or some of them are present, and would have to be evicted for the others.
             absent = np.flatnonzero(self._table.states(keys) == MISS)[:room]
             keys, host_slots = [keys[i] for i in absent.tolist()], host_slots[absent]
-            output = self.manager.prepare_store(keys)
+            output = self.blocks.allocate(keys)
         if output is None:
             return [], host_slots[:0], host_slots[:0]
         self.num_evicted += len(output.evicted_keys)
@@ -147,7 +141,7 @@ class Catalog:
         dropped = self._table.dropped[slots]
         self.cancel_reads(slots)
         if not succeeded.all():
-            self.manager.drop([keys[i] for i in np.flatnonzero(~succeeded & ~dropped).tolist()])
+            self.blocks.drop([keys[i] for i in np.flatnonzero(~succeeded & ~dropped).tolist()])
         return slots[dropped]
 
     def end_writes(self, slots: Slots, succeeded: npt.NDArray[np.bool_]) -> Slots:
@@ -155,43 +149,38 @@ class Catalog:
         slots of those that had been dropped before, which are free now."""
         dropped = self._table.dropped[slots]
         if succeeded.all():
-            self.manager.complete_store(self.manager.lease(slots))
+            self.blocks.set_ready(slots)
         else:
-            self.manager.complete_store(self.manager.lease(slots[succeeded]))
+            self.blocks.set_ready(slots[succeeded])
             self.cancel_writes(slots[~succeeded])
         return slots[dropped]
 
     def cancel_reads(self, slots: Slots) -> None:
         """Undoes ``begin_reads``."""
         self._is_read[slots] = False
-        self._unpin(slots)
+        self.blocks.unpin(slots)
 
     def cancel_writes(self, slots: Slots) -> None:
         """Undoes ``begin_writes``, except the evictions. What is to be retained may be written again."""
         known = slots[~self._table.dropped[slots]]
-        self.manager.drop(self._table.key_of[known].tolist())
-        self.manager.complete_store(self.manager.lease(slots), success=False)
-
-    def _unpin(self, slots: Slots) -> None:
-        self.manager.complete_load(self.manager.lease(slots))
+        self.blocks.drop(self._table.key_of[known].tolist())
+        self.blocks.take_back(slots)
 
     # Order and removal.
 
     def touch(self, keys: Sequence[OffloadKey], stored: Collection[OffloadKey] | None = None) -> Slots:
         """Marks as recently used, last key first; with ``stored``, see ``Tier.touch``. Returns the slots of the blocks
         that are present, in order."""
-        slots = self._table.find(keys)
+        found = self._table.find(keys)
         if stored is None:
-            self.manager.touch(keys, found=slots)
+            self._policy.access(Access(keys, found, *self._table.used(found), self._clock()))
         else:
-            self.manager.end_chain(keys, stored, found=slots)
-        return slots[slots >= 0]
+            self._policy.reorder(*self._table.chain(found, list(stored)))
+        return found[found >= 0]
 
     def drop(self, keys: Sequence[OffloadKey]) -> Slots:
         """Drops blocks at once. Returns the slots that they were in."""
-        slots = self._table.find(keys)
-        self.manager.drop(keys)
-        return slots[slots >= 0]
+        return self.blocks.drop(keys)
 
     def retain(self, keys: Sequence[OffloadKey], session: int | None, seconds: float) -> RetainRefusal | None:
         """See ``Tier.retain``."""
@@ -214,5 +203,5 @@ class Catalog:
     def take_removed(self) -> list[OffloadKey]:
         """Returns the keys of blocks that have left since the last call, for any reason. The first call returns
         none; until then none are kept."""
-        self.manager.history.has_events = True
-        return [key for event in self.manager.take_events() if event.removed for key in event.keys]
+        self.blocks.history.has_events = True
+        return [key for event in self.blocks.history.take_events() if event.removed for key in event.keys]

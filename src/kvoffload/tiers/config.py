@@ -46,14 +46,13 @@ _ALIASES = {
 class TierContext:
     """The context in which a tier is opened.
 
-    ``pools`` are the host pools, one per rank, shape (num_slots, slot_bytes); ``handles`` open them in another
-    process, or are None for a pool that other processes cannot reach. ``fingerprint``: 64 hexadecimal digits;
-    blocks are found again only under the same one. ``identity`` says in words what the fingerprint depends on, such
-    as {"dtype": "bfloat16"}, so that a log can say in what another fingerprint differs: see ``tiers.identity``.
-    ``policy``: the eviction policy. ``engine``: the index of this engine among the ``engines`` of this node that
-    share the budgets. ``groups``: the KV cache groups that keys name, none if they are not known. ``shares`` returns
-    what each tenant may take of a tier of this engine with so many blocks of so many bytes; None if tenants share
-    nothing.
+    ``pools`` are the host pools, one per rank, shape (num_slots, slot_bytes); ``handles`` open them in another process,
+    or are None for a pool that other processes cannot reach. ``fingerprint``: 64 hexadecimal digits; blocks are found
+    again only under the same one. ``identity`` says in words what the fingerprint depends on, such as {"dtype":
+    "bfloat16"}, so that a log can say in what another fingerprint differs: see ``tiers.identity``. ``policy``: the
+    eviction policy. ``engine``: the index of this engine among the ``engines`` of this node that share the budgets.
+    ``groups``: the KV cache groups that keys name, none if they are not known. ``shares`` returns what each tenant may
+    take of a tier of this engine with so many blocks of so many bytes; None if tenants share nothing.
     """
 
     pools: Sequence[ByteArray]
@@ -170,7 +169,7 @@ def check_distinct(entries: Sequence[TierEntry]) -> None:
     pairs = list(zip(entries, directories, strict=True))
     for n, (entry, mine) in enumerate(pairs):
         for other, theirs in pairs[:n]:
-            if mine is not None and theirs is not None and _overlap(mine, theirs):
+            if mine is not None and theirs is not None and os.path.commonpath([mine, theirs]) in (mine, theirs):
                 raise ConfigError(
                     *entry.named,
                     f"{other.setting} has the same directory or one inside the other",
@@ -206,10 +205,6 @@ def _real(directories: Sequence[str | None]) -> Sequence[str | None]:
             PATHS_DEADLINE_S, lambda: [None if path is None else os.path.realpath(path) for path in directories]
         )
     return directories
-
-
-def _overlap(one: str, other: str) -> bool:
-    return os.path.commonpath([one, other]) in (one, other)
 
 
 def _load(setting: str, entry: object) -> TierConfig:

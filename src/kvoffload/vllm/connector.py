@@ -18,30 +18,25 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.logger import init_logger
 
-from kvoffload.abc import BoundaryState, ConfigError, PageGroup, ScheduledStep
+from kvoffload.abc import BoundaryState, ConfigError, ScheduledStep
 from kvoffload.connector.build import build_scheduler
 from kvoffload.connector.engine import EngineSpec
 from kvoffload.connector.messages import StepMeta, WorkerReport
-from kvoffload.connector.parts import plan_parts
-from kvoffload.connector.ranks import CanonicalRows, KVShare, LayerPages, check_settings, join
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload.connector.worker import OffloadingConnectorWorker
 from kvoffload.fingerprints import fingerprint
-from kvoffload.host.pool import boot_id
 from kvoffload.observe.server import RecordServer
 from kvoffload.tiering.manager import TieredOffloadingManager
 from kvoffload.vllm import companions, versions
-from kvoffload.vllm.adapters import adapters_of, watch_adapters
-from kvoffload.vllm.cuda import numa_node
+from kvoffload.vllm.adapters import adapters_of
 from kvoffload.vllm.events import EventTranslator
 from kvoffload.vllm.fingerprint import ANY, describe_parts, fingerprint_parts
 from kvoffload.vllm.hints import drops_tokens, engine_options, following
 from kvoffload.vllm.layout import EngineLayout, RankInfo, layers_of, one_per_pool
 from kvoffload.vllm.metrics import KVOffloadPromMetrics, KVOffloadStats
 from kvoffload.vllm.nesting import required_layout
-from kvoffload.vllm.pages import RankPages, layer_pages, log_layout, make_transfer, page_groups, rank_pages
-from kvoffload.vllm.replicas import RankPool, engine_ranks, open_pool, own_replicas
-from kvoffload.vllm.weights import watch_weights
+from kvoffload.vllm.rank_half import RankHalf
+from kvoffload.vllm.replicas import RankPool
 
 if TYPE_CHECKING:
     import torch
@@ -58,9 +53,6 @@ if TYPE_CHECKING:
 # vLLM configures only the logger "vllm". As its child, the logger of kvoffload has the same handlers and level.
 logging.getLogger("kvoffload").parent = init_logger("vllm")
 logger = logging.getLogger(__name__)
-
-LOGGED_WASTE = 0.01
-"""The log says how much of the host pool holds nothing from this share on."""
 
 
 @dataclass
@@ -103,14 +95,8 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
                 policy,
             )
         self.layout = EngineLayout.from_vllm(vllm_config, kv_cache_config)
-        self._pool: RankPool | None = None
-        self._rank = 0
-        """The index of this rank in its engine."""
-        self._layers: tuple[LayerPages, ...] = ()
-        """See ``RankInfo.layers``."""
-        self._worker: OffloadingConnectorWorker | None = None
-        self._was_watched = False
-        """Whether the worker half has got its WeightWatch, if there is one."""
+        self._half: RankHalf | None = None
+        """The worker half, after the KV caches were registered."""
         self._scheduler: OffloadingConnectorScheduler | None = None
         self._ranks: list[RankInfo] = []
         """What each worker sent at the first handshake."""
@@ -188,14 +174,14 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     @property
     def connector_worker(self) -> OffloadingConnectorWorker:
         """The worker half, after the KV caches were registered. Exists in a worker's process only."""
-        assert self._worker is not None
-        return self._worker
+        assert self._half is not None
+        return self._half.worker
 
     @property
     def pool(self) -> RankPool:
         """The host pool of this rank, after the KV caches were registered. Exists in a worker's process only."""
-        assert self._pool is not None
-        return self._pool
+        assert self._half is not None
+        return self._half.pool
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -209,71 +195,21 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     # Worker side.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        ranks = engine_ranks(self.layout)
-        self._rank = ranks.index
-        groups: list[PageGroup] = []
-        canonical: list[RankPages] = []
-
-        def describe() -> KVShare:
-            # This refuses a layout that is not served, before any memory is allocated.
-            groups.extend(page_groups(self.layout, kv_caches))
-            log_layout(versions.kv_cache_layout(self._vllm_config), groups)
-            self._layers = layer_pages(self.layout, self._vllm_config, kv_caches)
-            replicas = own_replicas(self.layout, self._vllm_config)
-            node = (boot_id(), self.layout.node)
-            share = KVShare(replicas, self._layers, self.layout.device_block_bytes, node, self.layout.settings)
-            if not self.layout.config.canonical_layout:
-                return share
-            pages = self._canonical_pages(kv_caches)
-            if isinstance(pages, str):
-                return replace(share, canonical=pages)
-            canonical.append(pages)
-            return replace(share, canonical=pages.pages)
-
-        shares = ranks.collect(describe)
-        check_settings(shares)
-        rows = join(shares, self.layout.kv_groups, ranks.index, self.layout.tensor_parallel)
-        sizes, stores = [share.device_block_bytes for share in shares], None
-        if isinstance(rows, CanonicalRows):
-            sizes = [rows.row_bytes]
-            self.layout = replace(self.layout, row_bytes=rows.row_bytes)
-            self._layers = rows.layers
-            groups, stores = canonical[0].place(groups, rows), canonical[0].stores
-        elif self.layout.config.canonical_layout and ranks.index == 0:
-            logger.warning(
-                "kvoffload: canonical_layout has no effect: %s. Tiers give blocks to engines of the same parallelism",
-                rows,
-            )
-        plan = plan_parts(self.layout.kv_groups, sizes)
-        if ranks.index == 0 and plan.waste_of_whole >= LOGGED_WASTE:
-            logger.info("kvoffload: %s", plan.describe())
-        self.layout = replace(self.layout, parts=plan.parts)
-        self._pool = open_pool(self.layout, ranks, shares, lambda: numa_node(groups), stores)
-        self._worker = OffloadingConnectorWorker(make_transfer(plan.parts.page_groups(groups), self._pool))
-
-    def _canonical_pages(self, kv_caches: dict[str, torch.Tensor]) -> RankPages | str:
-        rank = self._rank % self.layout.tensor_parallel
-        return rank_pages(self.layout, self._vllm_config, self._kv_cache_config, kv_caches, rank)
+        self._half = RankHalf(self._vllm_config, self._kv_cache_config, self.layout, kv_caches)
+        self.layout = self._half.layout
 
     def unregister_kv_caches(self) -> None:
         """Ends all copies. vLLM from 0.33 on calls this before the KV caches lose their memory."""
-        if self._worker is not None:
-            self._worker.suspend()
+        if self._half is not None:
+            self._half.worker.suspend()
 
     def restore_kv_caches(self) -> None:
         """Accepts jobs again: the KV caches have memory again, at the same addresses."""
-        if self._worker is not None:
-            self._worker.resume()
+        if self._half is not None:
+            self._half.worker.resume()
 
     def get_handshake_metadata(self) -> RankInfo | None:
-        if self._pool is None:
-            return None
-        if not self._was_watched:
-            # At the first call the engine is warmed up and the weights cannot have been updated yet.
-            self._was_watched = True
-            self.connector_worker.weights.watch = watch_weights(self._vllm_config)
-            self.connector_worker.adapters.watch = watch_adapters(self._vllm_config, self._rank)
-        return RankInfo(self._pool.handle, self._layers, self.layout.parts, self.layout.row_bytes is not None)
+        return None if self._half is None else self._half.handshake()
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Begins a step of the worker half: vLLM calls this first in each step."""
@@ -299,9 +235,9 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         return base.KVConnectorTransferResults(finished.released, finished.loaded, set(finished.failed))
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        if self._worker is None:
+        if self._half is None:
             return None
-        report = self._worker.take_report()
+        report = self._half.worker.take_report()
         return None if report is None else KVOffloadWorkerMetadata(report)
 
     def _step_meta(self) -> StepMeta:
@@ -375,12 +311,12 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         if self._records is not None:
             self._records.close()
-        if self._worker is not None:
-            self._worker.shutdown()
+        if self._half is not None:
+            self._half.worker.shutdown()
         if self._scheduler is not None:
             self._scheduler.shutdown()
-        if self._pool is not None:
-            self._pool.close()
+        if self._half is not None:
+            self._half.pool.close()
 
     # Metrics.
 

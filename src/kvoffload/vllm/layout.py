@@ -181,10 +181,7 @@ class EngineLayout(ModelLayout):
 
 
 def group_layouts(
-    vllm_config: VllmConfig,
-    kv_cache_config: KVCacheConfig,
-    tiers: Sequence[TierEntry],
-    factor: Callable[[int], int],
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, tiers: Sequence[TierEntry], factor: Callable[[int], int]
 ) -> tuple[GroupLayout, ...]:
     """Returns the KV cache groups. ``tiers``: those below host memory. ``factor`` returns the device blocks per
     offloaded block for a number of tokens per device block.

@@ -12,20 +12,19 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvoffload.abc import ByteArray, ConfigError, OffloadKey
+from kvoffload.abc import ConfigError, OffloadKey
 from kvoffload.abc.tier import HIT, MISS
 from kvoffload.cache.keys import key_group_idx
 from kvoffload.config import IntegrationConfig
 from kvoffload.connector.engine import guarded
 from kvoffload.fingerprints import fingerprint
 from kvoffload.observe.metrics import METRICS, PREFIX, Metrics
-from kvoffload.observe.server import RecordServer
-from kvoffload.tiering.bridge import BridgeSettings, JobEnd, TierBridge, build_bridge
+from kvoffload.tiering.bridge import BridgeSettings, TierBridge, build_bridge
 from kvoffload.tiering.plan import ChainLayout
 from kvoffload.tiers.disk.config import DiskConfig
 from kvoffload.units import format_bytes
@@ -48,7 +47,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from kvoffload.vllm.tier_layout import TierLayout, calling_engine
-from kvoffload.vllm.tier_requests import MAX_LOADS, TierRecords, TierRequest, loaded
+from kvoffload.vllm.tier_requests import MAX_LOADS, TierJobs, TierRecords, TierRequest
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec, ReqContext, ScheduleEndContext
@@ -102,22 +101,15 @@ class KVOffloadTier(SecondaryTierManager):
             self.locality = Locality.LOCAL if are_local == {True} else Locality.REMOTE
         if False in are_local and versions.HIT_SOURCE is not None:
             self.cache_hit_source = type(versions.HIT_SOURCE).EXTERNAL_UNSPECIFIED
-        self._rows: ByteArray | None = np.asarray(primary_kv_view).view(np.uint8)[:, : self.layout.block_bytes]
+        self._jobs = TierJobs(np.asarray(primary_kv_view).view(np.uint8)[:, : self.layout.block_bytes])
         self._groups = self.layout.kv_groups
         self.metrics = Metrics(self._read_metrics)
-        self._records = TierRecords(self._groups, "+".join(self.bridge.names) or "none", self.metrics)
-        self._requests: dict[str, TierRequest] = {}
-        self._jobs: dict[int, TransferJob] = {}
-        """All jobs that ``get_finished_jobs`` has not reported yet."""
-        self._ended: list[JobEnd] = []
-        """Those that have ended without the bridge."""
-        self._step = 0
-        self._has_news = False
-        """Whether something was looked up or has ended since the statistics were read."""
-        self._read_stats_at = 0.0
-        self._expected_root = versions.expected_hash_root(vllm_config)
+        self._statistics = _Statistics(self.metrics)
         engine_id = vllm_config.kv_transfer_config.engine_id
-        self._server = RecordServer(lambda: self._records.records, engine_id or "0", self.metrics.totals)
+        self._records = TierRecords(self._groups, "+".join(self.bridge.names) or "none", self.metrics, engine_id or "0")
+        self._requests: dict[str, TierRequest] = {}
+        self._step = 0
+        self._expected_root = versions.expected_hash_root(vllm_config)
 
     def _open(self, config: IntegrationConfig) -> TierBridge:
         layout = self.layout
@@ -209,73 +201,36 @@ class KVOffloadTier(SecondaryTierManager):
         wanted = request.wanted(key, self._groups[key_group_idx(key)].is_full)
         chain = () if request.was_asked else request.chain
         request.was_asked = True
-        self._has_news = True
+        self._statistics.has_news = True
         states = self.bridge.lookup(wanted, chain)
         request.answers.update(zip(wanted, states.tolist(), strict=True))
         request.batch = min(2 * request.batch, MAX_BATCH)
 
     # Jobs.
 
-    @guarded(lambda self, job_metadata: self._take(job_metadata))
+    @guarded(lambda self, job_metadata: self._jobs.add(job_metadata))
     def submit_store(self, job_metadata: TransferJob) -> None:
-        context = job_metadata.req_context
-        request = self._request(context)
-        keys, pages = self._named(job_metadata, request)
-        self._take(job_metadata)
+        request = self._request(job_metadata.req_context)
+        keys, pages = self._jobs.chunks(job_metadata, request)
+        self._jobs.add(job_metadata)
         if keys and not request.is_stale:
-            self.bridge.store(job_metadata.job_id, keys, pages, request.chain, context.req_id)
+            self.bridge.store(job_metadata.job_id, keys, pages, request.chain, job_metadata.req_context.req_id)
         else:
-            self._ended.append(JobEnd(job_metadata.job_id, False, frozenset(), False, 0, 0.0))
+            self._jobs.refuse(job_metadata)
 
-    @guarded(lambda self, job_metadata: self._take(job_metadata))
+    @guarded(lambda self, job_metadata: self._jobs.add(job_metadata))
     def submit_load(self, job_metadata: TransferJob) -> None:
-        keys, pages = self._named(job_metadata, self._request(job_metadata.req_context))
-        self._take(job_metadata)
+        keys, pages = self._jobs.chunks(job_metadata, self._request(job_metadata.req_context))
+        self._jobs.add(job_metadata)
         self.bridge.load(job_metadata.job_id, keys, pages, job_metadata.req_context.req_id)
 
-    def _take(self, job: TransferJob) -> None:
-        self._jobs[job.job_id] = job
-
-    def _named(self, job: TransferJob, request: TierRequest) -> tuple[list[OffloadKey], list[Sequence[ByteArray]]]:
-        """Returns the keys of ``job`` that are of whole chunks, the head of the chain first, and the memory of each."""
-        assert self._rows is not None
-        rows = dict(zip(job.keys, job.chunk_ids.tolist(), strict=True))
-        context = job.req_context
-        keys = [key for key in rows if key in request.places]
-        keys.sort(key=lambda key: context.get_offload_key_position(key) or 0)
-        return keys, [(self._rows[rows[key]],) for key in keys]
-
-    @guarded(lambda self: self._fail_all())
+    @guarded(lambda self: self._jobs.fail_all())
     def get_finished_jobs(self) -> Iterable[JobResult]:
         if not self._jobs:
             return ()
-        ended = [*self._ended, *self.bridge.finished()]
-        results = [self._report(end) for end in ended]
-        # Only now: if something fails before, all open jobs are reported as failed.
-        self._ended.clear()
-        for end in ended:
-            del self._jobs[end.job]
-        self._has_news = self._has_news or bool(ended)
+        results = self._jobs.report(self.bridge.finished(), self._requests)
+        self._statistics.has_news |= bool(results)
         return results
-
-    def _report(self, end: JobEnd) -> JobResult:
-        job = self._jobs[end.job]
-        is_whole = end.ok and len(end.done) == len(job.keys)
-        if end.is_load:
-            request = self._requests.get(job.req_context.req_id)
-            if request is not None:
-                loaded(request, job.keys, end.done)
-        return JobResult(
-            end.job,
-            is_whole if end.is_load else end.ok,
-            successful_keys=tuple(end.done) if end.is_load and end.done and not is_whole else None,
-            transfer_time=end.seconds,
-            transfer_bytes=end.nbytes,
-        )
-
-    def _fail_all(self) -> list[JobResult]:
-        jobs, self._jobs = self._jobs, {}
-        return [JobResult(job, False) for job in jobs]
 
     def has_pending_work(self) -> bool:
         return bool(self._jobs)
@@ -289,7 +244,7 @@ class KVOffloadTier(SecondaryTierManager):
             request = self._requests.get(req_id)
             if request is not None:
                 self._records.scheduled(req_id, request)
-                self._has_news = True
+                self._statistics.has_news = True
 
     @guarded(lambda self: ())
     def take_events(self) -> Iterable[OffloadingEvent]:
@@ -322,24 +277,9 @@ class KVOffloadTier(SecondaryTierManager):
         if not self.off:
             self.metrics.take_in(self.bridge.take_counts())
 
-    @guarded(lambda self: self._take_stats())
+    @guarded(lambda self: self._statistics.take())
     def get_stats(self) -> OffloadingConnectorStats | None:
-        now = time.monotonic()
-        if not self._has_news and now < self._read_stats_at:
-            return None
-        self._has_news, self._read_stats_at = False, now + STATS_PERIOD_S
-        return self._take_stats()
-
-    def _take_stats(self) -> OffloadingConnectorStats | None:
-        stats = OffloadingConnectorStats()
-        for labelled, value in self.metrics.take().items():
-            name, _, label = labelled.partition(":")
-            if name not in METRIC_NAMES:
-                continue
-            spec = METRICS[name]
-            put = stats.set_gauge if spec.kind == "gauge" else stats.increase_counter
-            put(PREFIX + name, float(value), tuple(spec.split(label)))
-        return None if stats.is_empty() else stats
+        return self._statistics.take_if_due()
 
     # The end.
 
@@ -355,12 +295,40 @@ class KVOffloadTier(SecondaryTierManager):
         logger.info("kvoffload: the cache was reset: this process finds no block that was stored before")
 
     def shutdown(self) -> None:
-        self._server.close()
+        self._records.close()
         with contextlib.suppress(Exception):
             self.bridge.close()
-        # vLLM cannot release its memory while an array refers to it.
-        self._rows = None
-        self._jobs.clear()
+        self._jobs.close()
+
+
+class _Statistics:
+    """What vLLM is told of ``metrics``. It asks in every step."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self.has_news = False
+        """Whether something was looked up or has ended since they were read."""
+        self._read_at = 0.0
+        """When they are read next, without news."""
+
+    def take_if_due(self) -> OffloadingConnectorStats | None:
+        now = time.monotonic()
+        if not self.has_news and now < self._read_at:
+            return None
+        self.has_news, self._read_at = False, now + STATS_PERIOD_S
+        return self.take()
+
+    def take(self) -> OffloadingConnectorStats | None:
+        """Returns what has changed since the last call, None for nothing."""
+        stats = OffloadingConnectorStats()
+        for labelled, value in self._metrics.take().items():
+            name, _, label = labelled.partition(":")
+            if name not in METRIC_NAMES:
+                continue
+            spec = METRICS[name]
+            put = stats.set_gauge if spec.kind == "gauge" else stats.increase_counter
+            put(PREFIX + name, float(value), tuple(spec.split(label)))
+        return None if stats.is_empty() else stats
 
 
 def _setting(spec: OffloadingSpec, tier_type: str, options: Mapping[str, Any]) -> str:

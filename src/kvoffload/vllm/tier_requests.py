@@ -1,18 +1,21 @@
-"""The requests of vLLM's own offloading as one of its tiers sees them: their chains, what was found, and records."""
+"""The requests and jobs of vLLM's own offloading as one of its tiers sees them: chains, what was found, and records."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from kvoffload.abc import KVGroup, Miss, OffloadKey
+from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
+
+from kvoffload.abc import ByteArray, KVGroup, Miss, OffloadKey
 from kvoffload.cache.keys import key_group_idx
 from kvoffload.observe.metrics import Metrics
 from kvoffload.observe.records import RECORD_RING_SIZE, RequestRecord
-from kvoffload.observe.server import log_record
+from kvoffload.observe.server import RecordServer, log_record
+from kvoffload.tiering.bridge import JobEnd
 
 MAX_LOADS = 3
 """How often a block is loaded for one request. vLLM may evict it before the request can use it."""
@@ -66,6 +69,12 @@ class TierRequest:
             self.of_group[g].append(key)
             self.chain.append(key)
 
+    def note_loads(self, keys: Collection[OffloadKey], done: Collection[OffloadKey]) -> None:
+        """Notes that ``done`` of ``keys`` have arrived."""
+        for key in keys:
+            self.loads[key] = self.loads.get(key, 0) + 1 if key in done else MAX_LOADS
+        self.loaded.update(done)
+
     def wanted(self, key: OffloadKey, is_full: bool) -> list[OffloadKey]:
         """Returns ``key`` and those that vLLM looks up after it, if it goes on: towards the tail with full attention,
         towards the head otherwise. The further it has gone in this step, the more."""
@@ -82,14 +91,18 @@ class TierRecords:
     ``device_tokens`` is what was found above the tier: on the device and in vLLM's host memory.
     """
 
-    def __init__(self, groups: Sequence[KVGroup], tier: str, metrics: Metrics) -> None:
-        """``tier``: the name of the tier, or of all of them."""
+    def __init__(self, groups: Sequence[KVGroup], tier: str, metrics: Metrics, engine: str) -> None:
+        """``tier``: the name of the tier, or of all of them. ``engine``: that of the RecordServer."""
         self.records: deque[RequestRecord] = deque(maxlen=RECORD_RING_SIZE)
         """The latest."""
         self._group = next((g for g, group in enumerate(groups) if group.is_full), 0)
         """The group whose chunks count."""
         self._tokens = groups[self._group].block_tokens
         self._tier, self._metrics = tier, metrics
+        self._server = RecordServer(lambda: self.records, engine, metrics.totals)
+
+    def close(self) -> None:
+        self._server.close()
 
     def missed(self, request: TierRequest, key: OffloadKey, explain: Callable[[OffloadKey], Miss]) -> None:
         """Notes that a chunk is missing, if it is the first of its request."""
@@ -131,8 +144,63 @@ class TierRecords:
             self._metrics.add("misses", label=miss.reason)
 
 
-def loaded(request: TierRequest, keys: Collection[OffloadKey], done: Collection[OffloadKey]) -> None:
-    """Notes that ``done`` of ``keys`` have arrived."""
-    for key in keys:
-        request.loads[key] = request.loads.get(key, 0) + 1 if key in done else MAX_LOADS
-    request.loaded.update(done)
+class TierJobs:
+    """All jobs that were not reported yet. ``rows``: vLLM's host memory, a row per chunk."""
+
+    def __init__(self, rows: ByteArray) -> None:
+        self._rows: ByteArray | None = rows
+        self._jobs: dict[int, TransferJob] = {}
+        self._refused: list[JobEnd] = []
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def add(self, job: TransferJob) -> None:
+        self._jobs[job.job_id] = job
+
+    def refuse(self, job: TransferJob) -> None:
+        """Ends a job that is not done."""
+        self._refused.append(JobEnd(job.job_id, False, frozenset(), False, 0, 0.0))
+
+    def chunks(self, job: TransferJob, request: TierRequest) -> tuple[list[OffloadKey], list[Sequence[ByteArray]]]:
+        """Returns the keys of ``job`` that are of whole chunks, the head of the chain first, and the memory of each."""
+        rows = self._rows
+        assert rows is not None
+        row_of = dict(zip(job.keys, job.chunk_ids.tolist(), strict=True))
+        keys = [key for key in row_of if key in request.places]
+        keys.sort(key=lambda key: job.req_context.get_offload_key_position(key) or 0)
+        return keys, [(rows[row_of[key]],) for key in keys]
+
+    def report(self, ended: Iterable[JobEnd], requests: Mapping[str, TierRequest]) -> list[JobResult]:
+        """Returns the results of jobs that have ended, and of those that were refused. ``requests``: by id."""
+        ended = [*self._refused, *ended]
+        results = [self._result(end, requests) for end in ended]
+        # Only now: if something fails before, all open jobs are reported as failed.
+        self._refused.clear()
+        for end in ended:
+            del self._jobs[end.job]
+        return results
+
+    def _result(self, end: JobEnd, requests: Mapping[str, TierRequest]) -> JobResult:
+        job = self._jobs[end.job]
+        is_whole = end.ok and len(end.done) == len(job.keys)
+        request = requests.get(job.req_context.req_id)
+        if end.is_load and request is not None:
+            request.note_loads(job.keys, end.done)
+        return JobResult(
+            end.job,
+            is_whole if end.is_load else end.ok,
+            successful_keys=tuple(end.done) if end.is_load and end.done and not is_whole else None,
+            transfer_time=end.seconds,
+            transfer_bytes=end.nbytes,
+        )
+
+    def fail_all(self) -> list[JobResult]:
+        """Reports all jobs as failed."""
+        jobs, self._jobs = self._jobs, {}
+        return [JobResult(job, False) for job in jobs]
+
+    def close(self) -> None:
+        """Lets go of vLLM's memory, which it cannot release while an array refers to it."""
+        self._rows = None
+        self._jobs.clear()

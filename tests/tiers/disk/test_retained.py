@@ -13,7 +13,7 @@ from kvoffload.abc import OffloadKey, RetainRefusal
 from kvoffload.cache.retention import MAX_RETAIN_S
 from kvoffload.cache.tenants import OTHER, Shares
 from kvoffload.tiers.disk.recency import mark, retained_until
-from kvoffload.tiers.disk.tier import MAX_CLOCK_STEP_S
+from kvoffload.tiers.disk.restart import MAX_CLOCK_STEP_S
 from tests.clock import Clock
 from tests.tiers.disk.rig import Rig, key
 
@@ -46,7 +46,7 @@ class TimedRig(Rig):
             self.write(*range(first, first + 5))
 
     def num_retained(self) -> int:
-        return sum(self.tier.catalog.retention.num_charged)
+        return sum(self.tier.catalog.retention.tenants.num_charged)
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_a_killed_process_loses_no_retention(rig: TimedRig) -> None:
     rig.tier.retain(keys(1, 2, 3), 7, 100.0)
     rig.drain()
     entries = np.fromfile(rig.folder / "recency", dtype="<u8")[1::2]
-    slots = rig.tier.catalog.manager.table.find(keys(1, 2, 3))
+    slots = rig.tier.catalog.blocks.table.find(keys(1, 2, 3))
     untils = [retained_until(name, int(entries[slot])) for name, slot in zip(keys(1, 2, 3), slots, strict=True)]
     assert untils == [int(rig.wall.now) + 100] * 3
     assert np.count_nonzero(entries) == 3

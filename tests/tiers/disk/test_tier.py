@@ -117,7 +117,7 @@ def fill(rig: Rig, num_slots: int) -> list[int]:
     rig.open()
     for name in range(12):
         rig.write(name)
-    slots = rig.tier.catalog.manager.table.find([key(name) for name in range(12)])
+    slots = rig.tier.catalog.blocks.table.find([key(name) for name in range(12)])
     return np.flatnonzero(slots < num_slots).tolist()
 
 

@@ -77,9 +77,9 @@ class Server:
         )
 
     def background(self) -> None:
-        self.tier.keep()
-        self.tier.follow()
-        self.tier.blocks.check_integrity()
+        self.tier.writer.keep()
+        self.tier.others.follow()
+        self.tier.others.blocks.check_integrity()
 
     def run(self) -> list[TierResult]:
         results = []
@@ -97,7 +97,7 @@ class Server:
             self.pools[0][slot] = content(name, version=version)
         taken = self.tier.write([key(name) for name in names], np.arange(len(names)))
         written = [result.key for result in self.run() if result.ok and not result.is_read]
-        self.tier.keep()
+        self.tier.writer.keep()
         assert set(written) <= set(taken)
         return [name for name in names if key(name) in written]
 

@@ -38,8 +38,8 @@ class Followed(SharedDirTier):
         results = super().poll()
         for each in self.opened:
             if each.path == self.path:
-                each.keep()
-                each.follow()
+                each.writer.keep()
+                each.others.follow()
         return results
 
     def close(self) -> None:

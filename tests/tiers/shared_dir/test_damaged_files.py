@@ -319,7 +319,7 @@ def shared_fuzz(tmp_path: Path, seed: int, num_strikes: int = 12) -> Counter[str
                     server.tier.close()
                 else:
                     server.kill()
-                    server.tier._follower.close()
+                    server.tier.others.follower.close()
                     age_all(path, SILENT_S)
                 servers.append(serve())
                 vandal.done["starts"] += 1

@@ -111,7 +111,7 @@ def test_a_place_that_is_no_seat_does_no_harm(
         two.tier.look_for([key(1)], place, PAUSE_S)
         two.wake_up()
     assert sorted(path.parent.rglob("*")) == before
-    one.tier.keep()
+    one.tier.writer.keep()
     clock.now += FOLLOW_S
     two.wake_up()
     assert two.finds(1) == [1]

@@ -56,7 +56,7 @@ def test_the_first_request_finds_what_others_have_written(serve: Serve, tmp_path
 def test_blocks_that_another_server_holds_are_not_written_again(serve: Serve) -> None:
     one, two = serve(), serve()
     one.write(1, 2)
-    two.tier.follow()
+    two.tier.others.follow()
     assert two.write(1, 2, 3) == [3]
     assert two.tier.stats().num_blocks == 1
 
@@ -66,21 +66,21 @@ def test_changes_are_followed_by_the_journal_without_reading_the_index(
 ) -> None:
     one, two = serve(4), serve()
     one.write(1)
-    two.tier.follow()
+    two.tier.others.follow()
     # An index is not read without its header.
     monkeypatch.setattr(followers, "Header", None)
     one.write(2, 3)
-    two.tier.follow()
+    two.tier.others.follow()
     assert two.finds(1, 2, 3) == [1, 2, 3]
     one.tier.delete([key(2)])
     one.run()
-    one.tier.keep()
-    two.tier.follow()
+    one.tier.writer.keep()
+    two.tier.others.follow()
     assert two.finds(1, 2, 3) == [1, 3]
     one.write(*range(4, 8))
-    two.tier.follow()
+    two.tier.others.follow()
     assert two.finds(*range(1, 8)) == one.finds(*range(1, 8))
-    assert len(two.tier.blocks) == one.tier.stats().num_blocks
+    assert len(two.tier.others.blocks) == one.tier.stats().num_blocks
 
 
 def test_the_record_of_a_block_that_is_gone_is_read_again_before_the_journal_says_so(
@@ -88,12 +88,12 @@ def test_the_record_of_a_block_that_is_gone_is_read_again_before_the_journal_say
 ) -> None:
     one, two = serve(1), serve()
     one.write(1)
-    two.tier.follow()
+    two.tier.others.follow()
     one.pools[0][0] = content(2)
     one.tier.write([key(2)], np.arange(1))
     one.run()
     assert two.read(1) == {1: TierError.GONE}
-    two.tier.follow()
+    two.tier.others.follow()
     clock.now += GONE_S
     assert two.finds(1) == []
 
@@ -118,19 +118,19 @@ def test_a_seat_whose_files_raise_hides_no_other(serve: Serve, monkeypatch: pyte
         raise OverflowError
 
     monkeypatch.setattr(journal.JournalHeader, "unpack", fail_first)
-    three.tier.follow()
+    three.tier.others.follow()
     assert three.finds(1, 2) == [2]
-    three.tier.follow()
+    three.tier.others.follow()
     assert three.finds(1, 2) == [1, 2]
 
 
 def test_wrong_bytes_are_corrupt_and_not_found_for_a_while(serve: Serve, clock: Clock, tmp_path: Path) -> None:
     one, two = serve(), serve()
     one.write(1, 2)
-    two.tier.follow()
+    two.tier.others.follow()
     spoil(seat_of(one, tmp_path) / "slab-00000")
     assert two.read(1) == {1: TierError.CORRUPT}
-    two.tier.follow()
+    two.tier.others.follow()
     assert two.finds(1, 2) == [2]
     # So that this server can keep a good copy.
     assert two.write(1) == [1]
@@ -171,27 +171,27 @@ def test_the_record_is_emptied_for_all_before_the_block_is_overwritten(
 def test_a_folder_that_has_vanished_is_forgotten_and_its_files_are_closed(serve: Serve, tmp_path: Path) -> None:
     one, two = serve(), serve()
     one.write(1, 2)
-    two.tier.follow()
+    two.tier.others.follow()
     assert two.read(1) == {1: None}
-    assert two.tier.blocks.slabs.num_open == 1
+    assert two.tier.others.blocks.slabs.num_open == 1
     folder = seat_of(one, tmp_path)
     for file in folder.iterdir():
         file.unlink()
     assert two.read(2) == {2: None}, "an open file can be read on"
-    two.tier.follow()
+    two.tier.others.follow()
     assert two.finds(1, 2) == []
-    assert two.tier.blocks.slabs.num_open == 0
+    assert two.tier.others.blocks.slabs.num_open == 0
 
 
 def test_files_are_closed_when_they_are_not_used(serve: Serve, clock: Clock) -> None:
     one, two = serve(), serve()
     one.write(1)
-    two.tier.follow()
+    two.tier.others.follow()
     two.read(1)
-    assert two.tier.blocks.slabs.num_open == 1
+    assert two.tier.others.blocks.slabs.num_open == 1
     clock.now += IDLE_S
-    two.tier.follow()
-    assert two.tier.blocks.slabs.num_open == 0
+    two.tier.others.follow()
+    assert two.tier.others.blocks.slabs.num_open == 0
     assert two.read(1) == {1: None}
 
 
@@ -217,15 +217,15 @@ def test_other_layouts_are_not_found(serve: Serve, tmp_path: Path) -> None:
     records = index.read_bytes()[HEADER_BYTES:]
     for header in (Header(FINGERPRINT, (2 * PAGE,), 8, 3), Header("77" * 32, (PAGE,), 8, 3)):
         index.write_bytes(header.pack().tobytes() + records)
-        two.tier.follow()
+        two.tier.others.follow()
         assert two.finds(1) == []
-        assert two.tier.blocks.view(0) is None
+        assert two.tier.others.blocks.view(0) is None
 
 
 def test_closing_does_not_wait_for_a_journal_whose_writing_hangs(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     one = serve()
     hangs, goes_on, sync = threading.Event(), threading.Event(), os.fdatasync
-    keeper = threading.Thread(target=one.tier.keep, daemon=True)
+    keeper = threading.Thread(target=one.tier.writer.keep, daemon=True)
 
     def hang(fd: int) -> None:
         if threading.current_thread() is keeper and fd >= 0 and "journal" in os.readlink(f"/proc/self/fd/{fd}"):
@@ -276,13 +276,13 @@ def test_a_seat_that_cannot_be_used_does_not_keep_servers_from_starting(
 def test_the_log_says_whose_blocks_cannot_be_used(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
     same = {"model": "m", "weights": "w"}
     one = serve(identity={**same, "dtype": "float16"}, fingerprint="77" * 32)
-    one.tier.follow()
+    one.tier.others.follow()
     other_model = serve(identity={"model": "other", "dtype": "float16"}, fingerprint="88" * 32)
-    other_model.tier.follow()
+    other_model.tier.others.follow()
     caplog.clear()
     two = serve(identity={**same, "dtype": "bfloat16"})
-    two.tier.follow()
-    two.tier.follow()
+    two.tier.others.follow()
+    two.tier.others.follow()
     said = [message for message in caplog.messages if "cannot be used here" in message]
     assert len(said) == 1
     assert "float16" in said[0]
@@ -293,11 +293,11 @@ def test_a_place_is_confirmed_before_it_is_used(serve: Serve) -> None:
     """The follower may have given the slot to another block since the lookup."""
     one, two = serve(), serve()
     one.write(1, 2)
-    two.tier.follow()
+    two.tier.others.follow()
     digests = digests_of([key(1), key(2)])
-    here, there = two.tier.blocks.find(digests).tolist()
-    assert two.tier.blocks.locate(here, int(digests[0])) is not None
-    assert two.tier.blocks.locate(there, int(digests[0])) is None
+    here, there = two.tier.others.blocks.find(digests).tolist()
+    assert two.tier.others.blocks.locate(here, int(digests[0])) is not None
+    assert two.tier.others.blocks.locate(there, int(digests[0])) is None
 
 
 class UnlistedSeats(DirectoryStorage):

@@ -173,7 +173,7 @@ def test_copies_by_addresses_of_the_host_are_found_where_the_device_has_others(
     profile = dataclasses.replace(PROFILES["WSL2"], registers=True)
     plan = dataclasses.replace(plain_plan(0), profile=profile)
     trial = Trial(emulator_library, 0, plan)
-    trial.registration.wait_until_ended()
+    trial.registration._thread.join()
     with pytest.raises(Broken, match="attribute 91"):
         trial.run()
 

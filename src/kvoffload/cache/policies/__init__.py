@@ -12,16 +12,7 @@ from kvoffload.cache.tenants import Shares
 from kvoffload.native.structures import RecencyList
 from kvoffload.settings import import_subclass
 
-__all__ = [
-    "BUILTIN",
-    "Access",
-    "CachePolicy",
-    "Eviction",
-    "ListPolicy",
-    "RecencyList",
-    "make_policy",
-    "policy_class",
-]
+__all__ = ["BUILTIN", "Access", "CachePolicy", "Eviction", "ListPolicy", "RecencyList", "make_policy", "policy_class"]
 
 BUILTIN: dict[str, type[CachePolicy]] = {"auto": AutoPolicy, "lru": LRUPolicy, "arc": ARCPolicy}
 

@@ -71,11 +71,7 @@ class Source:
                 raise TraceError(f"{self.path}: {what}; {fix}")
 
     def trace(
-        self,
-        rows: TraceBuilder,
-        block_tokens: int,
-        start: float = 0.0,
-        info: Mapping[str, object] | None = None,
+        self, rows: TraceBuilder, block_tokens: int, start: float = 0.0, info: Mapping[str, object] | None = None
     ) -> Trace:
         """Returns the trace of ``rows``, named after the file, with the problems found so far. Arguments as for
         ``TraceBuilder.build``. Raises TraceError if there is no request, or if too few lines can be used."""

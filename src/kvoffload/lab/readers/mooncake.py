@@ -10,15 +10,7 @@ assumed to take OUTPUT_TOKEN_S per token of its answer.
 
 from __future__ import annotations
 
-from kvoffload.lab.readers.lines import (
-    Source,
-    optional_name,
-    parse_object,
-    positive_or,
-    prefix_ids,
-    seconds,
-    whole,
-)
+from kvoffload.lab.readers.lines import Source, optional_name, parse_object, positive_or, prefix_ids, seconds, whole
 from kvoffload.lab.trace import Trace, TraceBuilder
 
 BLOCK_TOKENS = 512

@@ -26,14 +26,7 @@ import numpy as np
 
 from kvoffload.abc import ByteArray, OffloadKey, Slots, TierError, TierResult
 from kvoffload.tiers.disk.files import DiskFiles
-from kvoffload.tiers.disk.format import (
-    EMPTY_RECORD,
-    MAX_SECONDS,
-    Facts,
-    Header,
-    pack_records,
-    payload_checksums,
-)
+from kvoffload.tiers.disk.format import EMPTY_RECORD, MAX_SECONDS, Facts, Header, pack_records, payload_checksums
 from kvoffload.tiers.disk.storage import is_full
 from kvoffload.tiers.threads import MAX_QUEUED, Executor
 

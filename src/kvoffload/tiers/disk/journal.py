@@ -25,15 +25,7 @@ import numpy.typing as npt
 
 from kvoffload.abc import ByteArray, OffloadKey, Slots
 from kvoffload.tiers.checksum import CHECKSUM_BYTES, is_sealed, sealed
-from kvoffload.tiers.disk.format import (
-    MAX_KEY_BYTES,
-    RECORD,
-    RECORD_BYTES,
-    FormatError,
-    Header,
-    Records,
-    claims_block,
-)
+from kvoffload.tiers.disk.format import MAX_KEY_BYTES, RECORD, RECORD_BYTES, FormatError, Header, Records, claims_block
 from kvoffload.tiers.disk.storage import StoredFile
 
 JOURNAL_VERSION = 1
@@ -170,12 +162,7 @@ class Journal:
     """
 
     def __init__(
-        self,
-        file: StoredFile,
-        num_entries: int,
-        new_epoch: Callable[[], int],
-        num_slots: int = 0,
-        num_found: int = 0,
+        self, file: StoredFile, num_entries: int, new_epoch: Callable[[], int], num_slots: int = 0, num_found: int = 0
     ) -> None:
         self._file = file
         self._is_seen = np.zeros(num_slots, dtype=np.bool_)

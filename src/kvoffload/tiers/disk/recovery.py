@@ -84,8 +84,7 @@ def _open(folder: Folder, budget: Budget, wanted: Header, new_generation: Callab
         num_lost = count_blocks(folder, header, budget.num_slots)
         if num_lost:
             logger.warning(
-                "kvoffload: disk tier: its budget is smaller than before, so %s are removed",
-                counted(num_lost, "block"),
+                "kvoffload: disk tier: its budget is smaller than before, so %s are removed", counted(num_lost, "block")
             )
         num_found = slabs.open_found(names, budget.num_slots)
     kept = {IDENTITY_NAME, *map(slab_name, range(budget.layout.num_slabs(num_found)))}

@@ -150,9 +150,8 @@ class Storage(ABC):
 
     @abstractmethod
     def held_bytes(self, is_left_out: Callable[[str, str], bool] = nothing) -> int:
-        """Returns the bytes of the medium that all files below take, of any program, except the locks and the files
-        for which ``is_left_out`` returns True, given the path of the folder, "" for the directory itself, and the
-        name."""
+        """Returns the bytes of the medium that all files below take, of any program, except the locks and the files for
+        which ``is_left_out`` returns True, given the path of the folder, "" for the directory itself, and the name."""
 
     @abstractmethod
     def free_bytes(self) -> int:

@@ -22,7 +22,6 @@ from kvoffload.abc import (
     TierResult,
     TierStats,
 )
-from kvoffload.cache.retention import MAX_RETAIN_S
 from kvoffload.cache.tenants import MakeShares
 from kvoffload.deadlines import within
 from kvoffload.tiers.catalog import Catalog, Claim
@@ -30,8 +29,9 @@ from kvoffload.tiers.disk.blockio import JOB_BYTES, Batch, BlockIO, Done
 from kvoffload.tiers.disk.format import FACTS, MAX_KEY_BYTES
 from kvoffload.tiers.disk.layout import SLAB_BYTES
 from kvoffload.tiers.disk.maintenance import Maintenance
-from kvoffload.tiers.disk.recency import Marks, Recency, mark, retained_until
+from kvoffload.tiers.disk.recency import Recency
 from kvoffload.tiers.disk.recovery import open_files
+from kvoffload.tiers.disk.restart import Restart
 from kvoffload.tiers.disk.storage import Storage
 from kvoffload.tiers.late import RenewableTier
 from kvoffload.tiers.limited_log import LimitedLog
@@ -43,8 +43,6 @@ CLOSE_DEADLINE_S = 5.0
 """Time for the transfers under way when the tier is closed."""
 FINISH_DEADLINE_S = 2.0
 """Time for the writes after them."""
-MAX_CLOCK_STEP_S = 86_400.0
-"""How far the wall clock may have stepped back since blocks were retained for the longest time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +88,7 @@ class DiskTier(RenewableTier):
         wall_clock: Callable[[], float] = time.time,
         random: Callable[[int], bytes] = os.urandom,
     ) -> None:
-        self._settings = settings
         self._random = random
-        self._clock = clock
-        self._wall_clock = wall_clock
         self.files = open_files(
             storage,
             settings.fingerprint,
@@ -110,7 +105,8 @@ class DiskTier(RenewableTier):
             self._facts = np.zeros(num_slots, dtype=FACTS)
             """The facts of each slot's record."""
             self._recency = Recency(num_slots, self.files.recency)
-            stale = self._restore()
+            self._restart = Restart(self.files, self.catalog, self._recency, clock, wall_clock)
+            stale = self._restart.restore(self._facts)
         except BaseException:
             self.files.close()
             raise
@@ -124,75 +120,20 @@ class DiskTier(RenewableTier):
         """Results that ``close`` has found, for ``poll``."""
         self._warnings = LimitedLog(logger, clock)
         self._closed = False
-        self._note_retained()
+        self._restart.note_retained()
 
     def _new_generation(self) -> int:
         return int.from_bytes(self._random(8), "little")
-
-    def _restore(self) -> Slots:
-        """Fills the catalog with the blocks on disk. Returns slots whose records must go, since their keys have newer
-        ones, or their tenants less room than before."""
-        keys: list[OffloadKey] = []
-        found: list[Slots] = [np.empty(0, dtype=np.int64)]
-        recency, marks = self._recency.load(self.files.num_allocated)
-        for entries in self.files.index.load(self.files.num_allocated):
-            for name in ("stored_at", "payload_checksum"):
-                self._facts[name][entries.slots] = entries.records[name]
-            # The recency of a slot may be that of the block before.
-            recency[entries.slots] = np.maximum(recency[entries.slots], entries.records["sequence"].astype(np.int64))
-            keys += entries.keys
-            found.append(entries.slots)
-        slots = np.concatenate(found)
-        # Those that are retained count as used last, so that no smaller quota drops them before others.
-        retained = self._found_retained(keys, marks[slots])
-        order = np.argsort(recency[slots], kind="stable")
-        if retained:
-            is_retained = np.fromiter(map(retained.__contains__, keys), np.bool_, len(keys))
-            order = np.concatenate((order[~is_retained[order]], order[is_retained[order]]))
-        # Not by single calls for all blocks, which would hold the interpreter.
-        keys, slots = [keys[i] for i in order], slots[order]
-        last = {key: i for i, key in enumerate(keys)}
-        stale = slots[:0]
-        if len(last) < len(keys):
-            newest = np.fromiter((last[key] == i for i, key in enumerate(keys)), np.bool_, len(keys))
-            keys = [key for i, key in enumerate(keys) if last[key] == i]
-            stale, slots = slots[~newest], slots[newest]
-        self._facts["sequence"][: len(recency)] = recency
-        self._recency.restore(slots, self._facts["sequence"][slots])
-        left_out = self.catalog.restore(keys, slots)
-        if retained:
-            kept = [
-                key for key, state in zip(keys, self.catalog.contains(keys), strict=True) if key in retained and state
-            ]
-            now = self._wall_clock()
-            self.catalog.retention.restore(kept, [retained[key] - now for key in kept])
-        # What is restored gets its marks again. The others would retain blocks once there is more room.
-        marked = np.flatnonzero(marks)
-        if len(marked):
-            self._recency.note_marks(marked, np.zeros(len(marked), dtype=np.uint64))
-        free = np.ones(self.files.num_allocated, dtype=np.bool_)
-        free[slots] = False
-        free[left_out] = True
-        self.catalog.add_free(np.flatnonzero(free))
-        return np.concatenate((stale, left_out))
-
-    def _found_retained(self, keys: Sequence[OffloadKey], marks: Marks) -> dict[OffloadKey, float]:
-        """Returns until when, in seconds since 1970, which blocks are retained by their marks: for MAX_RETAIN_S from
-        now on at most."""
-        now = self._wall_clock()
-        last, last_found = now + MAX_RETAIN_S, now + MAX_RETAIN_S + MAX_CLOCK_STEP_S
-        untils = {keys[i]: retained_until(keys[i], int(marks[i])) for i in np.flatnonzero(marks).tolist()}
-        return {key: min(until, last) for key, until in untils.items() if now < until <= last_found}
 
     def stats(self) -> TierStats:
         catalog, files = self.catalog, self.files
         return TierStats(files.budget.capacity_bytes, catalog.num_blocks, files.used_bytes, catalog.num_evicted)
 
     def tenant_uses(self) -> Sequence[TenantUse]:
-        return self.catalog.manager.tenant_uses()
+        return self.catalog.blocks.tenant_uses()
 
     def most_blocks(self, key: OffloadKey) -> int:
-        return self.catalog.manager.most_blocks(key)
+        return self.catalog.blocks.room.most_blocks(key)
 
     @property
     def has_jobs(self) -> bool:
@@ -253,17 +194,9 @@ class DiskTier(RenewableTier):
             results += self._take_results()
         # What a process has closed stays retained.
         if (self.catalog.retention.blocks or self.catalog.retention.changes) and not self._closed:
-            self._note_retained()
+            self._restart.note_retained()
         self._maintenance.submit()
         return results
-
-    def _note_retained(self) -> None:
-        """Notes for the next process which blocks are retained until when."""
-        slots, keys, untils = self.catalog.take_retained()
-        if len(slots):
-            ahead = self._wall_clock() - self._clock()
-            marks = [mark(key, until + ahead) if until else 0 for key, until in zip(keys, untils, strict=True)]
-            self._recency.note_marks(slots, np.array(marks, dtype=np.uint64))
 
     def _take_results(self) -> list[TierResult]:
         done = self._io.take_done()
@@ -323,7 +256,7 @@ class DiskTier(RenewableTier):
         if self._closed or (seconds > 0 and self.files.read_only):
             return RetainRefusal.NO_QUOTA
         refusal = self.catalog.retain(keys, session, seconds)
-        self._note_retained()
+        self._restart.note_retained()
         self._maintenance.submit()
         return refusal
 
@@ -336,8 +269,8 @@ class DiskTier(RenewableTier):
         weights than that process will load."""
         if self._closed:
             return
-        self.catalog.manager.reset()
-        self._note_retained()
+        self.catalog.blocks.reset()
+        self._restart.note_retained()
         index = self.files.index
         index.header = replace(index.header, generation=self._new_generation(), transient=True)
         self._maintenance.submit()
@@ -357,7 +290,7 @@ class DiskTier(RenewableTier):
     def give_up(self) -> None:
         self.files.read_only = True
         self._io.abandon()
-        self.catalog.manager.reset()
+        self.catalog.blocks.reset()
 
     def close(self) -> None:
         if self._closed:
@@ -366,29 +299,24 @@ class DiskTier(RenewableTier):
         self._maintenance.close()
         all_ended = self._executor.close(CLOSE_DEADLINE_S)
         self._unreported += self._take_results()
-        self._note_retained()
-        self.catalog.manager.reset()
-        if not all_ended or not self._finish(FINISH_DEADLINE_S):
-            # A thread hangs in a call. Its descriptors stay open, so that none comes to name another file. The lock
-            # stays, too: the thread may still write when it continues.
-            self._io.abandon()
+        self._restart.note_retained()
+        self.catalog.blocks.reset()
+        if all_ended:
+            # On a thread of its own, because the medium may hang. The thread closes the files when it continues.
+            with suppress(TimeoutError):
+                within(FINISH_DEADLINE_S, self._finish)
+                return
+        # A thread hangs in a call. Its descriptors stay open, so that none comes to name another file. The lock stays,
+        # too: the thread may still write when it continues.
+        self._io.abandon()
 
-    def _finish(self, deadline_s: float) -> bool:
-        """Writes the rest and closes the files, on a thread of its own, because the medium may hang. Returns
-        whether it has ended within ``deadline_s``; if not, the thread closes the files when it continues."""
-
-        def finish() -> None:
-            self._maintenance.finish()
-            with suppress(OSError):
-                self.write_journal()
-            self.files.close()
-
-        try:
-            within(deadline_s, finish)
-        except TimeoutError:
-            return False
-        return True
+    def _finish(self) -> None:
+        """Writes the rest and closes the files."""
+        self._maintenance.finish()
+        with suppress(OSError):
+            self.write_journal()
+        self.files.close()
 
     def check_integrity(self) -> None:
-        self.catalog.manager.check_integrity()
+        self.catalog.blocks.check_integrity()
         super().check_integrity()

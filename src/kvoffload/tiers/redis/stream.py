@@ -103,7 +103,6 @@ class Stream:
         return self._begin < self._end or bool(decrypted or poller.poll(0))
 
     def close(self) -> None:
-        self.is_sound = False
         self._socket.close()
 
     # Sending.

@@ -125,10 +125,9 @@ class Kind(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Settings of the process. ``client`` is the import path "package.module:function" of a function that
-    returns the StoreClient for ``settings``, or raises StoreError. ``num_slots``: slots that every pool has. Secrets
-    are given as the names of their files, so that no message or log has one. ``client_bytes``: see
-    ``RemoteTierConfig``."""
+    """Settings of the process. ``client`` is the import path "package.module:function" of a function that returns the
+    StoreClient for ``settings``, or raises StoreError. ``num_slots``: slots that every pool has. Secrets are given as
+    the names of their files, so that no message or log has one. ``client_bytes``: see ``RemoteTierConfig``."""
 
     client: str
     settings: Mapping[str, Any]

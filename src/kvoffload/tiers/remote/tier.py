@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from kvoffload.abc import IntegrityError, OffloadKey, Slots, States, Tier, TierError, TierResult, TierStats
 from kvoffload.abc.tier import HIT, MISS, RETRY
@@ -40,8 +39,7 @@ _ERRORS = {
 
 
 class RemoteTier(Tier):
-    """Blocks of ``payload_bytes`` each, all ranks together, in a store. ``start`` starts a process of its
-    client.
+    """Blocks of ``payload_bytes`` each, all ranks together, in a store. ``start`` starts a process of its client.
 
     The store is asked about whole chains at once, and its answers are remembered for a short while. While it cannot be
     reached, nothing is held and nothing is taken on; the tier comes back by itself. A corrupt block is removed from the
@@ -106,7 +104,8 @@ class RemoteTier(Tier):
             names = [keys[i] for i in unknown.tolist()] if len(unknown) < len(keys) else list(keys)
             self._ask(names)
             if not self._asked.issuperset(names):
-                states[unknown[~_among(names, self._asked)]] = MISS
+                is_asked = np.fromiter(map(self._asked.__contains__, names), np.bool_, len(names))
+                states[unknown[~is_asked]] = MISS
         return states
 
     def _ask(self, keys: Sequence[OffloadKey]) -> None:
@@ -272,7 +271,3 @@ class RemoteTier(Tier):
             raise IntegrityError(f"the {self.name} tier moves more than {self._max_moving} blocks at once")
         if len(self._asked) > MAX_ASKED:
             raise IntegrityError(f"the {self.name} tier asks about more than {MAX_ASKED} keys at once")
-
-
-def _among(keys: Sequence[OffloadKey], known: set[OffloadKey]) -> npt.NDArray[np.bool_]:
-    return np.fromiter(map(known.__contains__, keys), np.bool_, len(keys))

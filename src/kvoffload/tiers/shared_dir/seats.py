@@ -225,8 +225,7 @@ class Claimant:
             ) from error
         if seat is None:
             raise ConfigError(
-                fault=f"{MAX_SEATS} servers use it already, the most that there can be",
-                fix="name another directory",
+                fault=f"{MAX_SEATS} servers use it already, the most that there can be", fix="name another directory"
             )
         return seat
 

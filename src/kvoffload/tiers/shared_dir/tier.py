@@ -1,14 +1,13 @@
 """The shared directory tier: a disk tier of its own, and the blocks of other servers beside it.
 
 **Threads.** Beside the scheduler's thread and the executor's, see ``disk.blockio``, there are two that may hang in
-calls to the medium without consequence for the others: the *keeper* writes heartbeat and journal (``keep``), the
-*follower* follows the other seats (``follow``); see ``foreign`` for what these share.
+calls to the medium without consequence for the others: the *keeper* writes heartbeat and journal (``Writer.keep``), the
+*follower* follows the other seats (``OtherSeats.follow``); see ``foreign`` for what these share.
 """
 
 from __future__ import annotations
 
 import enum
-import logging
 import os
 import time
 from collections import OrderedDict
@@ -38,21 +37,21 @@ from kvoffload.tiers.shared_dir.seats import GONE_AFTER_S, Claimant, Machine, Se
 from kvoffload.tiers.shared_dir.writer import Writer
 from kvoffload.tiers.threads import Executor, IOThreads
 
-logger = logging.getLogger(__name__)
-
 KEEP_S = 0.5
 """Time between two writes of the journal."""
-FIRST_FOLLOW_S = 10.0
-"""Time for which opening waits for the first pass over the other seats, so that the first request finds them."""
 STOP_S = 2.0
 """Time for each of the two threads to end."""
+MAX_HANDED_OVER = 1 << 16
+"""Blocks for which other processes wait; the oldest are forgotten. They are found with the next journal then."""
+
+
+FIRST_FOLLOW_S = 10.0
+"""Time for which opening waits for the first pass over the other seats, so that the first request finds them."""
 GONE_S = 5.0
 """A foreign block that could not be read is not found for so long. Until then the follower knows more."""
 BAD_S = 600.0
 """A foreign block with wrong bytes is not found for so long."""
 MAX_HIDDEN = 4096
-MAX_HANDED_OVER = 1 << 16
-"""Blocks for which other processes wait; the oldest are forgotten. They are found with the next journal then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,84 +97,19 @@ class SharedDirTier(RenewableTier):
         gone_after_s: float = GONE_AFTER_S,
         surroundings: Surroundings | None = None,
     ) -> None:
-        self._context = context
-        self._capacity_bytes = capacity_bytes
-        self._root = root
-        self._runs_on = on = surroundings or Surroundings()
-        self._compares_identities = bool(context.identity)
-        """Whether other identities are still to be compared with this one, once."""
+        on = surroundings or Surroundings()
         self._state = _SeatUse.SERVING
         try:
-            self.seat, self.own = self._take_seat(root)
+            self.seat, self.own = _take_seat(root, context, capacity_bytes, on)
         except BaseException:
             on.executor.close(0.0)
             raise
-        self._writer = Writer(root, self.seat, self.own, gone_after_s, on.clock)
         self.block_bytes = self.own.block_bytes
-        self.blocks = ForeignBlocks(on.max_foreign_blocks)
-        slot_bytes = [pool.shape[1] for pool in context.pools]
-        self._follower = Follower(root, context.fingerprint, slot_bytes, self.blocks, self.seat.name, on.clock)
-        self._reads = ForeignReads(context.pools, on.executor, self.blocks, self._follower, on.clock, on.job_bytes)
-        self._reading: dict[OffloadKey, bool] = {}
-        """Foreign blocks that are being read, and whether each was deleted meanwhile."""
-        self._hidden = _Hidden(on.clock)
+        self.writer = Writer(root, self.seat, self.own, gone_after_s, on.clock)
         self._handed_over: dict[OffloadKey, None] = {}
         """Blocks for which another process waits, and which are not written yet, the oldest first."""
-        self._looked_at = -float("inf")
-        """When the follower was last asked to follow a seat at once."""
-        self._keeping = on.repeat("kvoffload-shared-keep", self.keep, KEEP_S, self._writer.end)
-        self._following = on.repeat("kvoffload-shared-follow", self.follow, FOLLOW_S, self._follower.close)
-        self._following.wait_for_first(FIRST_FOLLOW_S)
-
-    def _take_seat(self, root: Storage) -> tuple[Seat, DiskTier]:
-        """Returns a seat and the blocks in it. Raises ConfigError and OSError."""
-        context, on = self._context, self._runs_on
-        unusable: list[str] = []
-        claimant = Claimant(root, context.fingerprint, on.machine, on.random, on.wall_clock, self._capacity_bytes)
-        while True:
-            seat = claimant.take(unusable)
-            try:
-                own = DiskTier(
-                    seat.storage,
-                    context.pools,
-                    DiskSettings(
-                        context.fingerprint,
-                        self._capacity_bytes,
-                        policy=context.policy,
-                        shares=context.shares,
-                        slab_bytes=on.slab_bytes,
-                        job_bytes=on.job_bytes,
-                        with_journal=True,
-                    ),
-                    executor=on.executor,
-                    clock=on.clock,
-                    wall_clock=on.wall_clock,
-                    random=on.random,
-                )
-                break
-            except OSError as error:
-                # What a former server has left there may be damaged.
-                if seat.is_new:
-                    raise
-                log_unusable_seat(seat.name, error)
-                unusable.append(seat.name)
-        write_identity(seat.storage, context.fingerprint, context.identity)
-        return seat, own
-
-    # The threads' work.
-
-    def keep(self) -> None:
-        """Writes heartbeat and journal, and empties seats of servers that are gone, each when it is due."""
-        self._writer.keep()
-
-    def follow(self) -> None:
-        """Takes in the changes that other servers have made."""
-        self._follower.follow()
-        if self._compares_identities:
-            self._compares_identities = False
-            log_unusable("shared directory", _seats(self._root), self._context.fingerprint, self._context.identity)
-
-    # The tier.
+        self._keeping = on.repeat("kvoffload-shared-keep", self.writer.keep, KEEP_S, self.writer.end)
+        self.others = OtherSeats(root, context, self.seat.name, on)
 
     def stats(self) -> TierStats:
         stats = self.own.stats()
@@ -189,7 +123,7 @@ class SharedDirTier(RenewableTier):
 
     @property
     def has_jobs(self) -> bool:
-        return self.own.has_jobs or bool(self._reading)
+        return self.own.has_jobs or bool(self.others.reading)
 
     @property
     def is_lost(self) -> bool:
@@ -203,51 +137,32 @@ class SharedDirTier(RenewableTier):
         if self._state is not _SeatUse.SERVING:
             return np.full(len(keys), MISS, dtype=np.uint8)
         states = self.own.contains(keys)
-        if len(self.blocks):
+        if len(self.others.blocks):
             absent = np.flatnonzero(states == MISS)
             if len(absent):
                 asked = keys if len(absent) == len(keys) else [keys[i] for i in absent.tolist()]
-                _, places = self._find(asked)
-                states[absent[places >= 0]] = HIT
+                states[absent[self.others.hold(asked)]] = HIT
         return states
-
-    def _find(self, keys: Sequence[OffloadKey]) -> tuple[UInt64s, npt.NDArray[np.int64]]:
-        """Returns the digests of ``keys``, and their places in other seats, -1 without one."""
-        digests = digests_of(keys)
-        places = self.blocks.find(digests)
-        places[self._hidden.among(digests)] = -1
-        return digests, places
 
     def read(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
         if self._state is not _SeatUse.SERVING or not keys:
             return []
-        absent = self.own.contains(keys) == MISS if len(self.blocks) else np.zeros(len(keys), dtype=np.bool_)
+        absent = self.own.contains(keys) == MISS if len(self.others.blocks) else np.zeros(len(keys), dtype=np.bool_)
         if not absent.any():
             return self.own.read(keys, slots)
         mine = np.flatnonzero(~absent)
         taken = self.own.read([keys[i] for i in mine.tolist()], slots[mine]) if len(mine) else []
         others = np.flatnonzero(absent)
-        return taken + self._read_foreign([keys[i] for i in others.tolist()], slots[others])
-
-    def _read_foreign(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
-        digests, places = self._find(keys)
-        chosen = {}
-        for i in np.flatnonzero(places >= 0).tolist():
-            located = self.blocks.locate(int(places[i]), int(digests[i]))
-            if located is not None and keys[i] not in self._reading:
-                chosen[keys[i]] = located, int(slots[i])
-        taken = self._reads.submit(chosen)
-        self._reading.update(dict.fromkeys(taken, False))
-        return taken
+        return taken + self.others.read([keys[i] for i in others.tolist()], slots[others])
 
     def write(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
         """See ``Tier.write``. Blocks that another seat holds are not taken on."""
         if self._state is not _SeatUse.SERVING or not keys:
             return []
-        if len(self.blocks):
-            _, places = self._find(keys)
-            if (places >= 0).any():
-                absent = np.flatnonzero(places < 0)
+        if len(self.others.blocks):
+            held = self.others.hold(keys)
+            if held.any():
+                absent = np.flatnonzero(~held)
                 keys, slots = [keys[i] for i in absent.tolist()], slots[absent]
         return self.own.write(keys, slots)
 
@@ -261,33 +176,24 @@ class SharedDirTier(RenewableTier):
         return self.seat.name
 
     def look_for(self, keys: Sequence[OffloadKey], place: str, pause_s: float) -> None:
-        # Whatever request has the follower woken next, it follows this seat too.
-        self._follower.follow_now(place)
-        now = self._runs_on.clock()
-        if now - self._looked_at >= pause_s:
-            self._looked_at = now
-            self._following.wake()
+        self.others.look_for(place, pause_s)
 
     def _write_journal_now(self) -> None:
         self._keeping.wake()
 
     def poll(self) -> list[TierResult]:
-        results, foreign = self.own.poll(), self._reads.take_done()
+        results, foreign = self.own.poll(), self.others.poll()
         if self._handed_over:
             written = [result.key for result in results if result.key in self._handed_over and not result.is_read]
             for key in written:
                 del self._handed_over[key]
             if written:
                 self._write_journal_now()
-        for result in (result for run in foreign for result in run.results):
-            is_deleted = self._reading.pop(result.key)
-            if not result.ok:
-                self._hidden.add(result.key, BAD_S if result.error is TierError.CORRUPT else GONE_S)
-            results.append(_gone(result) if is_deleted else result)
+        results += foreign
         return list(map(_gone, results)) if self._state is _SeatUse.FORGOTTEN else results
 
     def wait(self, timeout_s: float) -> None:
-        if not self._reads.done:
+        if not self.others.has_results:
             self.own.wait(timeout_s)
 
     def touch(self, keys: Sequence[OffloadKey], stored: Collection[OffloadKey] | None = None) -> None:
@@ -295,9 +201,7 @@ class SharedDirTier(RenewableTier):
 
     def delete(self, keys: Sequence[OffloadKey]) -> None:
         self.own.delete(keys)
-        for key in keys:
-            if key in self._reading:
-                self._reading[key] = True
+        self.others.delete(keys)
 
     def reset(self) -> None:
         """Forgets all blocks, and writes nothing from now on. What the process has written stays: it was computed with
@@ -314,13 +218,142 @@ class SharedDirTier(RenewableTier):
         is_forgotten = self._state is _SeatUse.FORGOTTEN
         self._state = _SeatUse.CLOSED
         self._keeping.stop(STOP_S)
-        self._following.stop(STOP_S)
+        self.others.stop(STOP_S)
         self.own.close()
         if is_forgotten:
-            self._reading = dict.fromkeys(self._reading, True)
+            self.others.delete_all()
 
     def check_integrity(self) -> None:
         self.own.check_integrity()
+
+
+class OtherSeats:
+    """The blocks of ``context.pools`` in all seats of ``root`` but ``own``. A thread of its own follows the seats, with
+    ``follow``, until ``stop``; the other methods are called on the scheduler's thread."""
+
+    def __init__(self, root: Storage, context: TierContext, own: str, on: Surroundings) -> None:
+        self._root = root
+        self._context = context
+        self._clock = on.clock
+        self._compares_identities = bool(context.identity)
+        """Whether other identities are still to be compared with this one, once."""
+        self.blocks = ForeignBlocks(on.max_foreign_blocks)
+        slot_bytes = [pool.shape[1] for pool in context.pools]
+        self.follower = Follower(root, context.fingerprint, slot_bytes, self.blocks, own, on.clock)
+        self._reads = ForeignReads(context.pools, on.executor, self.blocks, self.follower, on.clock, on.job_bytes)
+        self.reading: dict[OffloadKey, bool] = {}
+        """Blocks that are being read, and whether each was deleted meanwhile."""
+        self._hidden = _Hidden(on.clock)
+        self._looked_at = -float("inf")
+        """When the follower was last asked to follow a seat at once."""
+        self._following = on.repeat("kvoffload-shared-follow", self.follow, FOLLOW_S, self.follower.close)
+        self._following.wait_for_first(FIRST_FOLLOW_S)
+
+    def follow(self) -> None:
+        """Takes in the changes that other servers have made."""
+        self.follower.follow()
+        if self._compares_identities:
+            self._compares_identities = False
+            log_unusable("shared directory", _seats(self._root), self._context.fingerprint, self._context.identity)
+
+    def look_for(self, place: str, pause_s: float) -> None:
+        """Has the seat ``place`` followed at once, unless that was asked for within ``pause_s``."""
+        # Whatever request has the follower woken next, it follows this seat too.
+        self.follower.follow_now(place)
+        now = self._clock()
+        if now - self._looked_at >= pause_s:
+            self._looked_at = now
+            self._following.wake()
+
+    def hold(self, keys: Sequence[OffloadKey]) -> npt.NDArray[np.bool_]:
+        """Returns which of ``keys`` can be read from another seat."""
+        flags: npt.NDArray[np.bool_] = self._find(keys)[1] >= 0
+        return flags
+
+    def _find(self, keys: Sequence[OffloadKey]) -> tuple[UInt64s, npt.NDArray[np.int64]]:
+        """Returns the digests of ``keys``, and their places in other seats, -1 without one."""
+        digests = digests_of(keys)
+        places = self.blocks.find(digests)
+        places[self._hidden.among(digests)] = -1
+        return digests, places
+
+    def read(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
+        """Begins to read blocks into host slots. Returns the keys that were taken on."""
+        digests, places = self._find(keys)
+        chosen = {}
+        for i in np.flatnonzero(places >= 0).tolist():
+            located = self.blocks.locate(int(places[i]), int(digests[i]))
+            if located is not None and keys[i] not in self.reading:
+                chosen[keys[i]] = located, int(slots[i])
+        taken = self._reads.submit(chosen)
+        self.reading.update(dict.fromkeys(taken, False))
+        return taken
+
+    @property
+    def has_results(self) -> bool:
+        return bool(self._reads.done)
+
+    def poll(self) -> list[TierResult]:
+        """Returns the results of reads that have ended since the last call."""
+        results = []
+        for result in (result for run in self._reads.take_done() for result in run.results):
+            is_deleted = self.reading.pop(result.key)
+            if not result.ok:
+                self._hidden.add(result.key, BAD_S if result.error is TierError.CORRUPT else GONE_S)
+            results.append(_gone(result) if is_deleted else result)
+        return results
+
+    def delete(self, keys: Sequence[OffloadKey]) -> None:
+        """Reads of ``keys`` that are under way find nothing."""
+        self.reading.update((key, True) for key in keys if key in self.reading)
+
+    def delete_all(self) -> None:
+        """No read that is under way finds anything."""
+        self.delete(list(self.reading))
+
+    def stop(self, timeout_s: float) -> None:
+        """Ends the thread, which closes ``root`` then."""
+        self._following.stop(timeout_s)
+
+
+def _take_seat(root: Storage, context: TierContext, capacity_bytes: int, on: Surroundings) -> tuple[Seat, DiskTier]:
+    """Returns a seat and the blocks in it. Raises ConfigError and OSError."""
+    unusable: list[str] = []
+    claimant = Claimant(root, context.fingerprint, on.machine, on.random, on.wall_clock, capacity_bytes)
+    while True:
+        seat = claimant.take(unusable)
+        try:
+            own = DiskTier(
+                seat.storage,
+                context.pools,
+                DiskSettings(
+                    context.fingerprint,
+                    capacity_bytes,
+                    policy=context.policy,
+                    shares=context.shares,
+                    slab_bytes=on.slab_bytes,
+                    job_bytes=on.job_bytes,
+                    with_journal=True,
+                ),
+                executor=on.executor,
+                clock=on.clock,
+                wall_clock=on.wall_clock,
+                random=on.random,
+            )
+            break
+        except OSError as error:
+            # What a former server has left there may be damaged.
+            if seat.is_new:
+                raise
+            log_unusable_seat(seat.name, error)
+            unusable.append(seat.name)
+    write_identity(seat.storage, context.fingerprint, context.identity)
+    return seat, own
+
+
+def _gone(result: TierResult) -> TierResult:
+    """Returns the result of a block that was dropped meanwhile."""
+    return result._replace(error=TierError.GONE, nbytes=0) if result.ok else result
 
 
 def _seats(root: Storage) -> Iterator[tuple[str, Storage]]:
@@ -329,10 +362,6 @@ def _seats(root: Storage) -> Iterator[tuple[str, Storage]]:
         for name in seat_names(root):
             with suppress(OSError, ConfigError), closing(root.child(name)) as storage:
                 yield name, storage
-
-
-def _gone(result: TierResult) -> TierResult:
-    return result._replace(error=TierError.GONE, nbytes=0) if result.ok else result
 
 
 class _Hidden:

@@ -354,7 +354,7 @@ class Trial:
     def wait_until_registered(self) -> None:
         """Waits until no more slots become ready, so that the seed alone says what happens."""
         if isinstance(self.registration, Registration):
-            self.registration.wait_until_ended()
+            self.registration._thread.join()
 
     def run(self) -> Counter[str]:
         """Raises Broken if a law is broken."""

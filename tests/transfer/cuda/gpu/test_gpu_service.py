@@ -56,7 +56,7 @@ def test_graphs_are_captured_while_copies_and_registration_run() -> None:
             graph.replay()
             r.poll()
         assert all(r.result(job).ok for job in jobs)
-        registration.wait_until_ended()
+        registration._thread.join()
         assert registration.num_ready_slots == num_slots
         cuda.synchronize()
         # Once before the capture, and once by the graph.
