@@ -13,7 +13,7 @@ FRESH, STARTED = ChainState.FRESH, ChainState.STARTED
 
 def chain(name: str, n: int = 3) -> Chain:
     keys = [f"{name}{i}".encode() for i in range(n)]
-    return Chain(keys, [keys], n, is_whole=False, request=name)
+    return Chain(name, keys, [keys], n)
 
 
 def backlog_of(*all_chains: Chain, max_keys: int = 100) -> Backlog:
@@ -43,7 +43,7 @@ def test_a_waiting_chain_is_woken_by_its_block() -> None:
     assert not backlog.num_ready
     assert list(backlog.awaited) == [b"x"]
     assert not backlog.wake([b"w"])
-    b.history.fates[b"b0"] = WriteOutcome.WRITTEN
+    b.log.fates[b"b0"] = WriteOutcome.WRITTEN
     assert backlog.wake([b"x"])
     assert (a.state, b.state) == (FRESH, STARTED)
     assert not backlog.awaited

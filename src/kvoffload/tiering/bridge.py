@@ -198,9 +198,7 @@ class TierBridge:
     def get(self, keys: Sequence[OffloadKey], pages: Sequence[Page]) -> list[bool]:
         """Loads ``keys[i]`` into ``pages[i]``, as a use of ``keys``, a chain. Returns which have arrived, after
         ``load_deadline_ms`` at the latest."""
-        job = self._submit(None, keys, pages)
-        self._jobs.wait(job, self._load_deadline_s)
-        return [i in job.done for i in range(len(keys))]
+        return self._jobs.wait(self._submit(None, keys, pages))
 
     def put(self, keys: Sequence[OffloadKey], pages: Sequence[Page], chain: Sequence[OffloadKey]) -> list[bool]:
         """Stores ``keys[i]`` from ``pages[i]``. ``chain``: the whole chain up to the last of them, head first. Returns
@@ -208,8 +206,7 @@ class TierBridge:
         whole = self._chain(f"put-{next(self._numbers)}", chain)
         job = self._submit(None, keys, pages, whole, is_use=False)
         self._jobs.submit(whole)
-        self._jobs.wait(job, STORE_DEADLINE_S)
-        return [i in job.done for i in range(len(keys))]
+        return self._jobs.wait(job)
 
     def exists(self, keys: Sequence[OffloadKey], chain: Sequence[OffloadKey] = ()) -> States:
         """Returns HIT or MISS per key, after ``lookup_deadline_ms`` at the latest."""
@@ -341,10 +338,7 @@ def build_bridge(
     return bridge
 
 
-def _tier_settings(entry: TierConfig | None, bytes_per_block: int) -> TierSettings:
-    """Returns how the tier of ``entry`` is used; None: an open tier that the caller has passed."""
-    if entry is None:
-        return TierSettings()
+def _tier_settings(entry: TierConfig, bytes_per_block: int) -> TierSettings:
     if entry.store_threshold is None:
         return TierSettings(entry.lookup_deadline_ms)
     size = tracker_size((entry.capacity_bytes or 0) // bytes_per_block)

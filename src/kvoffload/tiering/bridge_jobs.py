@@ -190,11 +190,12 @@ class Jobs:
             elif job.state is JobState.OPEN:
                 self._end(job)
 
-    def wait(self, job: BridgeJob, timeout_s: float) -> None:
-        """Returns when ``job`` has ended, or has been stopped after ``timeout_s``."""
+    def wait(self, job: BridgeJob) -> list[bool]:
+        """Returns which blocks of ``job`` are done, when it has ended, or was stopped at its deadline."""
         with self._changed:
-            self._changed.wait_for(lambda: job.has_ended, timeout_s)
+            self._changed.wait_for(lambda: job.has_ended, job.deadline - job.since)
         self.stop([job])
+        return [i in job.done for i in range(len(job.keys))]
 
     def close(self) -> None:
         """Ends all jobs, now and from now on."""

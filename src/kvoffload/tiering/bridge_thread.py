@@ -89,9 +89,7 @@ class StoringRequest:
     """What is known of a request."""
 
     keys: list[OffloadKey] = field(default_factory=list)
-    """Its chain so far."""
-    num_used: int = 0
-    """Leading blocks of which a use was counted."""
+    """Its chain so far. Of these blocks, a use was counted."""
     stored: list[OffloadKey] = field(default_factory=list)
     has_hole: bool = False
     """Some of its blocks were dropped: what comes behind them cannot be found."""
@@ -138,12 +136,10 @@ class Stores:
     def _plan_job(self, job: BridgeJob) -> Copy | None:
         """Returns the next blocks of ``job`` to copy. If there are none, it has ended, or it waits for room."""
         assert job.chain is not None
-        name = job.chain.request
         if not job.names:
             job.name_keys()
-            request = self._extend(job.chain)
-            request.num_used = request.num_used if job.is_use else len(request.keys)
-            self._offer(name, request)
+            self._offer(job.chain, job.is_use)
+        name = job.chain.request
         request = self._requests[name]
         while job.begun < len(job.names):
             indices = range(job.begun, min(len(job.names), job.begun + self._max_batch))
@@ -234,36 +230,31 @@ class Stores:
 
     # Requests.
 
-    def _extend(self, chain: RequestChain) -> StoringRequest:
-        """Returns the request of ``chain``, which is its chain now."""
+    def _offer(self, chain: RequestChain, is_use: bool = True) -> StoringRequest:
+        """Returns the request of ``chain``, which is its chain now and is offered to the tiers. Counts a use of the
+        blocks by which it has grown, before they are stored, if it ``is_use``."""
         request = self._requests.setdefault(chain.request, StoringRequest())
         self._requests.move_to_end(chain.request)
-        known = len(request.keys)
+        known = num_used = len(request.keys)
         if known > chain.length or (known and not request.keys[-1].endswith(chain.keys[known - 1])):
             # Another request of the same name, or blocks were inserted.
             self._num_keys -= known
             request.keys.clear()
-            request.num_used = min(request.num_used, chain.length)
             known = 0
         request.keys += [chain.namespace + key for key in chain.keys[known : chain.length]]
         self._num_keys += len(request.keys) - known
         while len(self._requests) > 1 and (len(self._requests) > MAX_REQUESTS or self._num_keys > MAX_CHAIN_KEYS):
             _, forgotten = self._requests.popitem(last=False)
             self._num_keys -= len(forgotten.keys)
+        used = request.keys[num_used:] if is_use else []
+        self._manager.touch(used, ReqContext(chain.request, may_wait=False), request.keys)
         return request
 
-    def _offer(self, name: str, request: StoringRequest) -> None:
-        """Counts a use of the blocks by which the chain has grown, before they are stored, and offers the chain."""
-        grown = request.keys[request.num_used :]
-        request.num_used = len(request.keys)
-        self._manager.touch(grown, ReqContext(name, may_wait=False), request.keys)
-
     def _end_request(self, chain: RequestChain) -> None:
-        request, name = self._extend(chain), chain.request
-        self._offer(name, request)
+        request = self._offer(chain)
         used = request.keys if request.stored else []
-        self._manager.end_chain(used, request.stored, ReqContext(name), request.keys)
-        del self._requests[name]
+        self._manager.end_chain(used, request.stored, ReqContext(chain.request), request.keys)
+        del self._requests[chain.request]
         self._num_keys -= len(request.keys)
 
 

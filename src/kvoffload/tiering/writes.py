@@ -10,7 +10,7 @@ import numpy as np
 
 from kvoffload.abc import Admission, IntegrityError, MissReason, OffloadKey, Tier, TierError
 from kvoffload.abc.tier import HIT, MISS, PENDING
-from kvoffload.tiering.chains import Backlog, Chain, ChainState, TierBlocks, WriteLog, WriteOutcome, among
+from kvoffload.tiering.chains import Backlog, Chain, ChainState, TierBlocks, WriteOutcome, among
 from kvoffload.tiering.common import Common
 from kvoffload.tiering.plan import Bools, ChainLayout, WritePlan, plan_writes
 from kvoffload.tiering.rates import Ended
@@ -97,7 +97,7 @@ class WriteThrough:
         self.admission = admission
         self.promised = PromisedBlocks(common, pins, tier)
         self._blocks = TierBlocks(common.host, tier, self._layout)
-        self.writing: KeysView[OffloadKey] = self._blocks.history_of.keys()
+        self.writing: KeysView[OffloadKey] = self._blocks.chain_of.keys()
         """Blocks that the tier has not reported yet, each with a pin in the host."""
         # Chains name a state for every unit; hardly any of them exist.
         keys_per_block = sum(self._layout.blocks_per_unit) / self._layout.kv_blocks_per_unit
@@ -135,7 +135,7 @@ class WriteThrough:
             return False
         if chain.state is ChainState.WAITING and self.writing.isdisjoint(chain.waits_for):
             return False
-        return not self._blocks.in_tier(keys, chain.history).all()
+        return not self._blocks.in_tier(keys, chain).all()
 
     # What happens elsewhere.
 
@@ -143,15 +143,13 @@ class WriteThrough:
         """Adds ``keys``, the chain of ``request``, to the backlog: head first, the groups merged by the position at
         which blocks end. It takes the place of the chain that was offered for the same request before. If the tier
         holds all of it, there is nothing to do."""
-        before = self.backlog.of_request(request)
-        if before is None and self._holds(keys):
-            return
-        state, history = ChainState.FRESH, WriteLog()
-        if before is not None:
-            history = before.history
-            if before.state in (ChainState.STARTED, ChainState.RESTING):
-                state = before.state
-            self.backlog.move(before, ChainState.GONE)
+        chain = self.backlog.of_request(request)
+        if chain is None:
+            if self._holds(keys):
+                return
+            chain = Chain(request)
+        state = chain.state if chain.state in (ChainState.STARTED, ChainState.RESTING) else ChainState.FRESH
+        self.backlog.move(chain, ChainState.GONE)
         keys = list(keys)
         by_group = self._layout.split(keys)
         num_units, waiting = most_units(self._tier, self._layout, self.admission, by_group), self.promised.deadlines
@@ -160,7 +158,7 @@ class WriteThrough:
             num_units = max(num_units, promised_units(self._layout, by_group, waiting))
         if num_units == 0:
             return
-        chain = Chain(keys, by_group, num_units, is_whole, request, history)
+        chain.grow(keys, by_group, num_units, is_whole)
         self.backlog.move(chain, state)
         if promised:
             self.backlog.promise(chain, promised)
@@ -197,8 +195,7 @@ class WriteThrough:
         for chain in list(self.backlog):
             self.backlog.move(chain, ChainState.GONE)
         self.promised.give_up(list(self.promised.deadlines))
-        for history in self._blocks.history_of.values():
-            history.chain = None
+        self._blocks.chain_of.update(dict.fromkeys(self.writing))
 
     def close(self) -> None:
         """Called when the tier is closed: it reports no more writes."""
@@ -220,7 +217,7 @@ class WriteThrough:
                 if not chain.promised and self._is_evicted_again(chain):
                     self._drop(chain)
                     continue
-                taken = self._blocks.begin(keys, chain.history)
+                taken = self._blocks.begin(keys, chain)
                 begun += taken
                 if taken:
                     self._pace.progressed(self._clock())
@@ -242,8 +239,8 @@ class WriteThrough:
     def _is_evicted_again(self, chain: Chain) -> bool:
         """Returns whether the blocks of the chain that were written were written MAX_WRITES_PER_BLOCK times on average.
         A chain may name many more: those behind its units, and a state for every unit, of which hardly any exist."""
-        fewest = max(chain.num_units * self._layout.kv_blocks_per_unit, len(chain.history.fates))
-        return chain.history.num_writes >= MAX_WRITES_PER_BLOCK * fewest
+        fewest = max(chain.num_units * self._layout.kv_blocks_per_unit, len(chain.log.fates))
+        return chain.log.num_writes >= MAX_WRITES_PER_BLOCK * fewest
 
     def ended(self, writes: Ended) -> None:
         """Takes in writes that have ended."""
@@ -251,27 +248,26 @@ class WriteThrough:
             return
         self._pace.progressed(self._clock())
         _count_results(writes, self._count)
-        histories = self._blocks.end(writes.keys)
+        chains = self._blocks.end(writes.keys)
         if self.promised.deadlines:
             # The tier keeps what is promised of these from now on.
             self.backlog.settle(writes.good.keys)
             self.promised.written(writes.good.keys)
-        failed: dict[WriteLog, bool] = {}
-        """The requests of which writes have failed, and whether that was a failure of the tier."""
+        failed: dict[Chain, bool] = {}
+        """The chains of which writes have failed, and whether that was a failure of the tier."""
         if not writes.all_ok or 0 in writes.nbytes:
-            for history, result in zip(histories, writes.results, strict=True):
-                if not result.ok:
-                    self._blocks.num_lost += 1
-                    history.fates[result.key] = WriteOutcome.LOST
+            self._blocks.num_lost += len(writes) - writes.errors.count(None)
+            for chain, result in zip(chains, writes.results, strict=True):
+                if chain is not None and not result.ok:
+                    chain.log.fates[result.key] = WriteOutcome.LOST
                     # A block that is GONE was deleted for another chain.
-                    failed[history] = failed.get(history, False) or result.error is not TierError.GONE
-                elif not result.nbytes:
-                    history.fates[result.key] = WriteOutcome.FOREIGN
+                    failed[chain] = failed.get(chain, False) or result.error is not TierError.GONE
+                elif chain is not None and not result.nbytes:
+                    chain.log.fates[result.key] = WriteOutcome.FOREIGN
         self.backlog.wake(writes.keys)
-        for history, is_failure in failed.items():
-            history.num_failures += is_failure
-            if history.chain is not None:
-                self._rewrite(history.chain)
+        for chain, is_failure in failed.items():
+            chain.log.num_failures += is_failure
+            self._rewrite(chain)
 
     def _plan(self, chain: Chain) -> WritePlan:
         """Returns which blocks of the chain are to be written next."""
@@ -281,7 +277,7 @@ class WriteThrough:
             chain.verify_at, chain.losses, chain.done = before + before // 4, losses, 0
         # The last unit that is done is looked up again in any case.
         start, num_units = max(0, chain.done - 1), FIRST_UNITS
-        look = partial(self._blocks.look, history=chain.history)
+        look = partial(self._blocks.look, chain=chain)
         while True:
             stop = min(chain.num_units, start + num_units)
             plan = plan_writes(self._layout, chain.by_group, start, stop, stop == chain.num_units, look)
@@ -311,14 +307,14 @@ class WriteThrough:
             # It has these already, or no lookup could use them.
             self._give_up([key for key in chain.promised if key not in self.writing])
         self.backlog.move(chain, ChainState.HELD if chain.promised or not is_over else ChainState.GONE)
-        if chain.is_whole and chain.history.num_writes > chain.num_writes_before:
+        if chain.is_whole and chain.log.num_writes > chain.num_writes_before:
             # Blocks written after the request had ended are newer than those before them in the chain.
-            self._tier.touch(chain.keys, list(chain.history.fates))
+            self._tier.touch(chain.keys, list(chain.log.fates))
 
     def _rewrite(self, chain: Chain) -> None:
         """A write has failed: after a pause, looks the chain up again from its head, so that writing continues where
         the tier lacks a block, or cuts it off there."""
-        if not chain.promised and chain.history.num_failures > MAX_REWRITES:
+        if not chain.promised and chain.log.num_failures > MAX_REWRITES:
             self._blocks.delete_unreachable(chain)
             self.backlog.move(chain, ChainState.GONE)
         else:
@@ -344,7 +340,7 @@ class WriteThrough:
                 layout = self._layout
                 for group, per_unit, keys in zip(layout.groups, layout.blocks_per_unit, chain.by_group, strict=True):
                     before = keys[: chain.done * per_unit] if group.is_full else []
-                    lacking = (self._tier.contains(before) == MISS) & ~self._blocks.in_tier(before, chain.history)
+                    lacking = (self._tier.contains(before) == MISS) & ~self._blocks.in_tier(before, chain)
                     if lacking.any():
                         raise IntegrityError("a chain is written behind a hole")
 
