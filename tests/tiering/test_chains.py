@@ -6,7 +6,7 @@ import pytest
 
 from kvoffload.abc import IntegrityError
 from kvoffload.tiering import chains
-from kvoffload.tiering.chains import Backlog, Chain, ChainState, WriteOutcome
+from kvoffload.tiering.chains import Backlog, Chain, ChainState
 
 FRESH, STARTED = ChainState.FRESH, ChainState.STARTED
 
@@ -43,7 +43,7 @@ def test_a_waiting_chain_is_woken_by_its_block() -> None:
     assert not backlog.num_ready
     assert list(backlog.awaited) == [b"x"]
     assert not backlog.wake([b"w"])
-    b.log.fates[b"b0"] = WriteOutcome.WRITTEN
+    b.log.given.add(b"b0")
     assert backlog.wake([b"x"])
     assert (a.state, b.state) == (FRESH, STARTED)
     assert not backlog.awaited

@@ -39,30 +39,26 @@ class ChainState(enum.Enum):
 FRESH, STARTED, RESTING, GONE = ChainState.FRESH, ChainState.STARTED, ChainState.RESTING, ChainState.GONE
 
 
-class WriteOutcome(enum.Enum):
-    """What has become of a block that the tier was given."""
-
-    WRITTEN = enum.auto()
-    """It was written, or is being written."""
-    FOREIGN = enum.auto()
-    """The medium held it already: others have written it."""
-    LOST = enum.auto()
-    """The latest write has failed."""
-
-
 @dataclass(slots=True)
 class WriteLog:
     """What the tier was given of one chain."""
 
-    fates: dict[OffloadKey, WriteOutcome] = field(default_factory=dict)
+    given: set[OffloadKey] = field(default_factory=set)
+    foreign: set[OffloadKey] = field(default_factory=set)
+    """Those of which the latest write found that the medium held them: others have written them."""
+    lost: set[OffloadKey] = field(default_factory=set)
+    """Those of which the latest write has failed."""
     num_writes: int = 0
     num_failures: int = 0
     rest_s: float = 0.0
     """The latest pause after a failure, and when it ends."""
     rests_until: float = 0.0
 
-    def having(self, *fates: WriteOutcome) -> set[OffloadKey]:
-        return {key for key, fate in self.fates.items() if fate in fates}
+    def begun(self, keys: Sequence[OffloadKey]) -> None:
+        self.given.update(keys)
+        self.foreign.difference_update(keys)
+        self.lost.difference_update(keys)
+        self.num_writes += len(keys)
 
 
 @dataclass(slots=True, eq=False)
@@ -226,7 +222,7 @@ class Backlog:
             return False
         woken = dict.fromkeys(chain for key in keys for chain in self._waiting.get(key, ()))
         for chain in woken:
-            self.move(chain, STARTED if chain.log.fates else FRESH)
+            self.move(chain, STARTED if chain.log.given else FRESH)
         return True
 
     def check_integrity(self) -> None:
@@ -270,8 +266,7 @@ class TierBlocks:
         self._slots.update((key, slots.pop(key)) for key in taken)
         self._unpin(slots.values())
         self.chain_of.update(dict.fromkeys(taken, chain))
-        chain.log.fates.update(dict.fromkeys(taken, WriteOutcome.WRITTEN))
-        chain.log.num_writes += len(taken)
+        chain.log.begun(taken)
         return taken
 
     def end(self, keys: Sequence[OffloadKey]) -> list[Chain | None]:
@@ -289,7 +284,7 @@ class TierBlocks:
         held: Bools = states == HIT
         if (states == RETRY).any():
             # It took these once. Until it knows better, it has them.
-            held |= (states == RETRY) & among(keys, chain.log.having(WriteOutcome.WRITTEN, WriteOutcome.FOREIGN))
+            held |= (states == RETRY) & among(keys, chain.log.given - chain.log.lost)
         if not self.chain_of.keys().isdisjoint(keys):
             for i in np.flatnonzero(~held).tolist():
                 held[i] = self.chain_of.get(keys[i]) is chain
@@ -328,14 +323,14 @@ class TierBlocks:
 
         Blocks that are being written count as held: if a write fails, its own chain is corrected then. What was written
         for this chain would stay, so only blocks that are being written for it count as held for that."""
-        mine, lost = chain.log.having(WriteOutcome.WRITTEN, WriteOutcome.LOST), chain.log.having(WriteOutcome.LOST)
+        mine = chain.log.given - chain.log.foreign
         own = {key for key, writer in self.chain_of.items() if writer is chain}
         states = [self._tier.contains(keys) for keys in chain.by_group]
         useless: dict[OffloadKey, bool] = {}
         """Blocks, and whether the tier may hold them."""
         for writing, are_all in ((self.chain_of.keys(), not self._tier.is_shared), (own, False)):
             held = [
-                (its == HIT) | ((its == RETRY) & ~among(keys, lost)) | among(keys, writing)
+                (its == HIT) | ((its == RETRY) & ~among(keys, chain.log.lost)) | among(keys, writing)
                 for keys, its in zip(chain.by_group, states, strict=True)
             ]
             masks = unreachable(self._layout, chain.by_group, held, chain.num_units, mine)

@@ -51,21 +51,15 @@ def _check_type(kind: Any, answer: Any) -> Any:
     return answer
 
 
-def _listed(answer: Any) -> list[Any]:
-    if not isinstance(answer, Collection):
-        raise TypeError(f"must be a list, not {reprlib.repr(answer)}")
-    return list(answer)
-
-
 def _check_keys(answer: Any) -> list[OffloadKey]:
-    keys = _listed(answer)
+    keys = list(_check_type(Collection, answer))
     if not all(issubclass(kind, bytes) for kind in set(map(type, keys))):
         raise TypeError(f"must be keys, not {reprlib.repr(keys)}")
     return keys
 
 
 def _check_taken(keys: Sequence[OffloadKey], answer: Any) -> list[OffloadKey]:
-    taken = _listed(answer)
+    taken = list(_check_type(Collection, answer))
     if taken == keys:
         # Not the tier's own objects: bytearrays are equal to the keys and have no hash.
         return list(keys)
@@ -210,7 +204,7 @@ class GuardedTier(Tier):
             answer, num_failed = self._tier.poll(), self._tier.num_failed_lookups
             if num_failed != self.num_failed_lookups:
                 self.num_failed_lookups = _check_type(Integral, num_failed)
-            if answer != [] and (listed := _listed(answer)):
+            if answer != [] and (listed := list(_check_type(Collection, answer))):
                 results = self._end(listed)
         except IntegrityError:
             raise

@@ -12,6 +12,7 @@ import logging
 import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import compress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -210,17 +211,14 @@ class CircuitBreaker:
         for key, error in zip(ended.keys, ended.errors, strict=True):
             is_failure = error in FAILURES[self._ability]
             if key == self._test:
-                self._end_test(error, is_failure, now)
+                self._test = None
+                # If the block was bad, or the part of the medium that has it is away, another one decides.
+                if error not in (TierError.CORRUPT, TierError.AWAY):
+                    self._decide(not is_failure, now, f"a test failed ({error})", error is TierError.NO_SPACE)
             elif is_failure:
                 failures[str(error)] += 1
         if failures:
             self._add_failures(failures, now)
-
-    def _end_test(self, error: TierError | None, is_failure: bool, now: float) -> None:
-        self._test = None
-        # If the block was bad, or the part of the medium that has it is away, another one decides.
-        if error not in (TierError.CORRUPT, TierError.AWAY):
-            self._decide(not is_failure, now, f"a test failed ({error})", error is TierError.NO_SPACE)
 
     def lookups_failed(self, num_lookups: int, now: float) -> None:
         """Takes in that lookups have failed, or were not answered in time."""
@@ -290,14 +288,11 @@ class OpenQuestions:
         """Takes in that the tier does not know yet whether it holds ``keys``. Returns for which of them it is late, and
         how many lookups have failed by that."""
         self.expire(now)
-        is_late, failed = [], set[float]()
-        for key in keys:
-            since = self.asked_at.setdefault(key, now)
-            is_late.append(now - since >= self._deadline_s)
-            if is_late[-1] and since > self._failed_at:
-                failed.add(since)
+        asked = [self.asked_at.setdefault(key, now) for key in keys]
         while len(self.asked_at) > MAX_UNANSWERED:
             self.asked_at.popitem(last=False)
+        is_late = [now - since >= self._deadline_s for since in asked]
+        failed = {since for since in compress(asked, is_late) if since > self._failed_at}
         self._failed_at = max(failed, default=self._failed_at)
         return is_late, len(failed)
 
@@ -403,18 +398,13 @@ class TierState:
             self.reads.update(dict.fromkeys(taken, batch))
         return taken
 
-    def end_reads(self, reads: Ended, now: float) -> dict[ReadBatch, Ended]:
-        """Takes in reads that have ended. Returns them by batch."""
+    def end_reads(self, reads: Ended, now: float) -> list[ReadBatch]:
+        """Takes in reads that have ended. Returns the batch of each."""
         batches = list(map(self.reads.pop, reads.keys))
         late = self.read_health.ended(reads, now)
         in_time = reads.select(i for i, key in enumerate(reads.keys) if key not in late) if late else reads
         self.estimator.add(in_time, now)
-        if batches.count(batches[0]) == len(batches):
-            return {batches[0]: reads}
-        indices: dict[ReadBatch, list[int]] = {}
-        for i, batch in enumerate(batches):
-            indices.setdefault(batch, []).append(i)
-        return {batch: reads.select(chosen) for batch, chosen in indices.items()}
+        return batches
 
     def write(self, room: int, now: float) -> None:
         """Begins to write at most ``room`` blocks of the backlog: one, if that is a test."""

@@ -56,7 +56,8 @@ class TierSearch:
 
 class LoadGate:
     """Judges what was found: by the room that promotions have, and by which is faster, to load it or to compute its
-    tokens, as far as that is known; unless ``load_only_if_faster``, everything is loaded.
+    tokens, as far as that is known. All of what another server hands over is loaded, and unless ``load_only_if_faster``
+    all of what there is.
 
     A state saves nothing by itself. So it is first compared with all tokens up to it, and then the KV of these tokens
     is judged together with the states that the request wants.
@@ -93,7 +94,7 @@ class LoadGate:
         it is loaded, or nothing: then the request that waits does not want its states any more."""
         wait, num_ahead, num_states = search.wait, [], []
         computing = self.prefill.seconds_for(self._saved_tokens[key_group_idx(keys[0])])
-        if not self._only_if_faster or computing is None:
+        if not self._only_if_faster or computing is None or search.awaited is not None:
             return len(keys)
         for tier in self.tiers:
             # What the request itself wants is judged with its blocks. Groups with full attention share its states.
@@ -116,7 +117,7 @@ class LoadGate:
         num_ahead = self._num_ahead(tier)
         computing = self.prefill.seconds_for(num_units * self._layout.unit_tokens)
         loading = _seconds_per_block(tier.estimator, num_ahead, search.now)
-        if not self._only_if_faster or computing is None or loading is None:
+        if not self._only_if_faster or computing is None or loading is None or search.awaited is not None:
             return True
         is_worth = (num_ahead + self._layout.num_states) * loading <= computing
         if not is_worth:
@@ -161,7 +162,7 @@ def _find_run(search: TierSearch, keys: Sequence[OffloadKey]) -> tuple[States, C
     found = found[:room]
     is_unanswered &= not found
     held_by = np.concatenate(sources)[:room] if found else np.zeros(0, dtype=np.int8)
-    if found and search.awaited is None:
+    if found:
         found = found[: search.gate.num_worth_loading(search, found, held_by)]
     states = np.zeros(len(keys), dtype=np.uint8)
     states[:num_ready] = HIT
@@ -187,9 +188,7 @@ def _find_last(search: TierSearch, keys: Sequence[OffloadKey]) -> tuple[States, 
             last = int(possible[-1])
             at, is_found = in_host + 1 + last, in_tiers[last] == HIT
             state, source = keys[at], int(sources[last])
-            if is_found and (
-                search.awaited is not None or search.gate.is_state_worth_loading(search, state, source, at - in_host)
-            ):
+            if is_found and search.gate.is_state_worth_loading(search, state, source, at - in_host):
                 coming = _with_room(search, {state: source})
             if coming or not is_found:
                 states[at] = RETRY

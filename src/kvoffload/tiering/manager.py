@@ -181,8 +181,6 @@ class TieredOffloadingManager(TieredManager):
     # Loads and stores.
 
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> LoadStoreSpec:
-        if req_context is None:
-            return self.host.prepare_load(keys)
         return self._waits.take_pins(keys, req_context)
 
     def complete_load(
@@ -200,8 +198,7 @@ class TieredOffloadingManager(TieredManager):
             self.prefetcher.used(keys, req_context)
         found = self.host.table.find(keys)
         self.host.touch(keys, req_context, chain, found)
-        for tier in self._steps.touch(keys, chain, found, req_context):
-            tier.touch(keys)
+        self._steps.touch(keys, chain, found, req_context)
 
     def end_chain(
         self,

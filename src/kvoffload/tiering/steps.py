@@ -12,7 +12,6 @@ import numpy as np
 from kvoffload.abc import OffloadKey, ReqContext, Slots, TierResult
 from kvoffload.cache.bills import MovedBytes
 from kvoffload.tiering.common import Common
-from kvoffload.tiering.guard import GuardedTier
 from kvoffload.tiering.health import TierState
 from kvoffload.tiering.plan import Bools
 from kvoffload.tiering.rates import by_direction
@@ -64,9 +63,9 @@ class TierSteps:
 
     def touch(
         self, keys: Sequence[OffloadKey], chain: Sequence[OffloadKey] | None, found: Slots, context: ReqContext | None
-    ) -> list[GuardedTier]:
+    ) -> None:
         """A request uses ``keys``: its ``chain``, if that is None. ``found``: their slots in the host, -1 for blocks
-        that it lacks. Returns the tiers in which this is a use now."""
+        that it lacks."""
         is_held_back = False
         # With states, a request's chain has other keys at its end than at its begin.
         if chain is None and context is not None:
@@ -82,13 +81,14 @@ class TierSteps:
             if tier.writes.admission is not None:
                 tier.writes.admission.count(chain, context)
         if is_held_back:
-            return []
+            return
         if context is not None and context.may_wait and (found < 0).all():
             if not _ends_session(context):
                 self.touched[context.req_id] = chain
         elif not _ends_session(context):
             self._offer(chain, None if context is None else context.req_id)
-        return [tier.tier for tier in working]
+        for tier in working:
+            tier.tier.touch(keys)
 
     def end_chain(
         self,

@@ -210,24 +210,24 @@ class Waits:
         tier.count("read_seconds", sum(reads.seconds))
         tier.count("read_bytes", sum(reads.good.nbytes))
         now = self._clock()
-        for batch, ended in tier.end_reads(reads, now).items():
-            good = dict(zip(ended.keys, map(batch.slots.pop, ended.keys), strict=True))
-            if not ended.all_ok:
-                errors = {result.key: result.error for result in ended.results if result.error is not None}
-                self._host.take_back(self._host.lease([good.pop(key) for key in errors]))
-                self._explain_failures(tier, errors)
-            if good:
-                self._host.complete_store(self._host.lease(good.values()))
-                self._counts["promoted_blocks"] += len(good)
-                for other in self._tiers:
-                    other.writes.stored(good.keys())
-            for wait in batch.waits:
-                arrived = good
-                if not wait.reading.issuperset(good):
-                    arrived = {key: slot for key, slot in good.items() if key in wait.reading}
-                wait.reading.difference_update(ended.keys)
-                if arrived:
-                    self._pin(wait, arrived, tier.name, now)
+        batches = tier.end_reads(reads, now)
+        good = {key: batch.slots.pop(key) for key, batch in zip(reads.keys, batches, strict=True)}
+        if not reads.all_ok:
+            errors = {result.key: result.error for result in reads.results if result.error is not None}
+            self._host.take_back(self._host.lease([good.pop(key) for key in errors]))
+            self._explain_failures(tier, errors)
+        if good:
+            self._host.complete_store(self._host.lease(good.values()))
+            self._counts["promoted_blocks"] += len(good)
+            for other in self._tiers:
+                other.writes.stored(good.keys())
+        for wait in dict.fromkeys(wait for batch in dict.fromkeys(batches) for wait in batch.waits):
+            arrived = good
+            if not wait.reading.issuperset(good):
+                arrived = {key: slot for key, slot in good.items() if key in wait.reading}
+            wait.reading.difference_update(reads.keys)
+            if arrived:
+                self._pin(wait, arrived, tier.name, now)
 
     def _explain_failures(self, tier: TierState, errors: Mapping[OffloadKey, TierError]) -> None:
         tier.writes.note_lost(len(errors))
@@ -251,10 +251,10 @@ class Waits:
         wait.pinned_at = now
         wait.promoted.setdefault(tier, []).extend(arrived)
 
-    def take_pins(self, keys: Sequence[OffloadKey], context: ReqContext) -> LoadStoreSpec:
+    def take_pins(self, keys: Sequence[OffloadKey], context: ReqContext | None) -> LoadStoreSpec:
         """Returns a lease of ``keys``, as ``prepare_load`` does. The pins of those that have arrived for the request
         pass to it, without looking them up."""
-        wait = self._by_request.get(context.req_id)
+        wait = None if context is None else self._by_request.get(context.req_id)
         if wait is None or not wait.pinned:
             return self._host.prepare_load(keys, context)
         slots = np.array([wait.pinned.get(key, -1) for key in keys], dtype=np.int64)

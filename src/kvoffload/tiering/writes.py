@@ -10,7 +10,7 @@ import numpy as np
 
 from kvoffload.abc import Admission, IntegrityError, MissReason, OffloadKey, Tier, TierError
 from kvoffload.abc.tier import HIT, MISS, PENDING
-from kvoffload.tiering.chains import Backlog, Chain, ChainState, TierBlocks, WriteOutcome, among
+from kvoffload.tiering.chains import Backlog, Chain, ChainState, TierBlocks, among
 from kvoffload.tiering.common import Common
 from kvoffload.tiering.plan import Bools, ChainLayout, WritePlan, plan_writes
 from kvoffload.tiering.rates import Ended
@@ -239,7 +239,7 @@ class WriteThrough:
     def _is_evicted_again(self, chain: Chain) -> bool:
         """Returns whether the blocks of the chain that were written were written MAX_WRITES_PER_BLOCK times on average.
         A chain may name many more: those behind its units, and a state for every unit, of which hardly any exist."""
-        fewest = max(chain.num_units * self._layout.kv_blocks_per_unit, len(chain.log.fates))
+        fewest = max(chain.num_units * self._layout.kv_blocks_per_unit, len(chain.log.given))
         return chain.log.num_writes >= MAX_WRITES_PER_BLOCK * fewest
 
     def ended(self, writes: Ended) -> None:
@@ -259,11 +259,11 @@ class WriteThrough:
             self._blocks.num_lost += len(writes) - writes.errors.count(None)
             for chain, result in zip(chains, writes.results, strict=True):
                 if chain is not None and not result.ok:
-                    chain.log.fates[result.key] = WriteOutcome.LOST
+                    chain.log.lost.add(result.key)
                     # A block that is GONE was deleted for another chain.
                     failed[chain] = failed.get(chain, False) or result.error is not TierError.GONE
                 elif chain is not None and not result.nbytes:
-                    chain.log.fates[result.key] = WriteOutcome.FOREIGN
+                    chain.log.foreign.add(result.key)
         self.backlog.wake(writes.keys)
         for chain, is_failure in failed.items():
             chain.log.num_failures += is_failure
@@ -309,7 +309,7 @@ class WriteThrough:
         self.backlog.move(chain, ChainState.HELD if chain.promised or not is_over else ChainState.GONE)
         if chain.is_whole and chain.log.num_writes > chain.num_writes_before:
             # Blocks written after the request had ended are newer than those before them in the chain.
-            self._tier.touch(chain.keys, list(chain.log.fates))
+            self._tier.touch(chain.keys, chain.log.given)
 
     def _rewrite(self, chain: Chain) -> None:
         """A write has failed: after a pause, looks the chain up again from its head, so that writing continues where
