@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvoffload.abc import Ability, OffloadKey, Tier, TierError, TierStats
+from kvoffload.abc import Ability, OffloadKey, TierError
 from kvoffload.cache.bills import TenantCounts
 from kvoffload.cache.manager import READ_STATE_EVERY_S
 from kvoffload.tiering.common import Common, TierSettings
@@ -135,7 +135,7 @@ class CircuitBreaker:
         self.num_hangs = 0
         """How often transfers have hung that have not ended since."""
         self._log = PauseLog(name, ability)
-        self._ability = ability
+        self.ability = ability
         self._random = random
         self._failures: deque[float] = deque(maxlen=MAX_FAILURES)
         self._until = -math.inf
@@ -209,7 +209,7 @@ class CircuitBreaker:
     def _judge(self, ended: Ended, now: float) -> None:
         failures = Counter[str]()
         for key, error in zip(ended.keys, ended.errors, strict=True):
-            is_failure = error in FAILURES[self._ability]
+            is_failure = error in FAILURES[self.ability]
             if key == self._test:
                 self._test = None
                 # If the block was bad, or the part of the medium that has it is away, another one decides.
@@ -246,7 +246,7 @@ class CircuitBreaker:
     def _open(self, now: float, reason: str, is_full: bool = False) -> None:
         """Pauses the ability for ``reason``; ``is_full``: because the medium has no room."""
         is_again = self.state is not BreakerState.WORKING or now < self._until
-        self.pause_s = min(MAX_PAUSES_S[self._ability], 2 * self.pause_s) if is_again else PAUSE_S
+        self.pause_s = min(MAX_PAUSES_S[self.ability], 2 * self.pause_s) if is_again else PAUSE_S
         self._until = now + self.pause_s * (1 + JITTER * self._random())
         # Otherwise no request waits for it.
         self.was_paused |= self.state is BreakerState.WORKING
@@ -298,9 +298,9 @@ class OpenQuestions:
 
 
 class TierGauges:
-    """The sizes of ``tier`` and of its tenants, by names of METRICS."""
+    """The sizes and the state of ``tier``, and the counts of its tenants, by names of METRICS."""
 
-    def __init__(self, tier: Tier) -> None:
+    def __init__(self, tier: TierState) -> None:
         self._tier = tier
         self._num_evicted = 0
         """Blocks that it had evicted when that was last counted."""
@@ -308,15 +308,20 @@ class TierGauges:
         self._tenants_at = float("-inf")
         """When the counts of its tenants are read again."""
 
-    def take(self, stats: TierStats, count: Callable[[str, float], None], now: float) -> dict[str, float]:
-        """``stats``: those of the tier. Its evictions since the last call are added to ``count``."""
-        count("evicted_blocks", stats.num_evicted - self._num_evicted)
+    def take(self, now: float) -> dict[str, float]:
+        """Counts what the tier has evicted since the last call, and returns its gauges."""
+        tier, stats = self._tier, self._tier.tier.stats()
+        tier.count("evicted_blocks", stats.num_evicted - self._num_evicted)
         self._num_evicted = stats.num_evicted
         sizes = {"blocks": stats.num_blocks, "used_bytes": stats.used_bytes, "capacity_bytes": stats.capacity_bytes}
-        gauges = {f"tier_{name}:{self._tier.name}": float(size) for name, size in sizes.items() if size is not None}
+        gauges = {f"tier_{name}:{tier.name}": float(size) for name, size in sizes.items() if size is not None}
+        gauges[f"tier_off:{tier.name}"] = float(tier.is_off)
+        for health in (tier.read_health, tier.write_health):
+            is_paused = not tier.is_off and (not stats.is_connected or health.has_fault)
+            gauges[f"tier_paused:{health.ability},{tier.name}"] = float(is_paused)
         if now >= self._tenants_at:
             self._tenants_at = now + READ_STATE_EVERY_S
-            gauges |= self._tenants.take(self._tier.tenant_uses(), self._tier.block_bytes, now)
+            gauges |= self._tenants.take(tier.tier.tenant_uses(), tier.tier.block_bytes, now)
         return gauges
 
 
@@ -348,7 +353,7 @@ class TierState:
         self.probe: Sequence[OffloadKey] = ()
         """Blocks of which one is to be read as a test while reads are half open."""
         self._num_failed_lookups = 0
-        self._gauges = TierGauges(tier)
+        self.gauges = TierGauges(self)
 
     def count(self, name: str, amount: float) -> None:
         """Adds to a counter ``tier_NAME`` of METRICS."""
@@ -376,16 +381,6 @@ class TierState:
     def num_reading(self) -> int:
         """Blocks under way, without those that are overdue."""
         return len(self.reads) - len(self.read_health.overdue)
-
-    def take_gauges(self, now: float) -> dict[str, float]:
-        """Counts what the tier itself has counted, and returns its gauges and the counts of its tenants."""
-        stats = self.tier.stats()
-        gauges = self._gauges.take(stats, self.count, now)
-        gauges[f"tier_off:{self.name}"] = float(self.is_off)
-        for ability, health in ((Ability.READ, self.read_health), (Ability.WRITE, self.write_health)):
-            is_paused = not self.is_off and (not stats.is_connected or health.has_fault)
-            gauges[f"tier_paused:{ability},{self.name}"] = float(is_paused)
-        return gauges
 
     # Transfers.
 

@@ -143,7 +143,7 @@ class TieredOffloadingManager(TieredManager):
         be written, or until a tier may have answered."""
         if self._unwritten.slots:
             for tier in self.tiers:
-                tier.writes.expire()
+                tier.writes.promised.expire()
         prefetcher = self.prefetcher
         if prefetcher.expected or prefetcher.held or prefetcher.reading:
             prefetcher.poll()
@@ -269,7 +269,7 @@ class TieredOffloadingManager(TieredManager):
 
     def take_counts(self) -> Mapping[str, float]:
         now, moved = self._clock(), {} if self._steps.moved is None else self._steps.moved.take()
-        gauges = [each for tier in self.tiers for each in tier.take_gauges(now).items()]
+        gauges = [each for tier in self.tiers for each in tier.gauges.take(now).items()]
         counts = {name: count for name, count in self._common.counts.items() if count}
         self._common.counts.clear()
         return {**self.host.take_counts(), **counts, **moved, **dict(gauges)}

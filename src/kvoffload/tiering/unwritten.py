@@ -12,6 +12,7 @@ import numpy as np
 
 from kvoffload.abc import HandedOver, Hints, IntegrityError, OffloadKey, Retained, RetainRefusal, Tier
 from kvoffload.abc.tier import HIT
+from kvoffload.tiering.chains import Backlog
 from kvoffload.tiering.common import Common
 
 if TYPE_CHECKING:
@@ -109,10 +110,12 @@ def _lacking(tier: TierState, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
 
 
 class PromisedBlocks:
-    """What ``tier`` is to retain or to hand over and has not got yet, each for at most WRITE_WITHIN_S."""
+    """What ``tier`` is to retain or to hand over and has not got yet, each for at most WRITE_WITHIN_S; the chains of
+    ``backlog`` bring it."""
 
-    def __init__(self, common: Common, pins: UnwrittenPins, tier: Tier) -> None:
+    def __init__(self, common: Common, pins: UnwrittenPins, backlog: Backlog, tier: Tier) -> None:
         self._pins = pins
+        self._backlog = backlog
         self._tier = tier
         self._clock = common.clock
         self.deadlines: OrderedDict[OffloadKey, float] = OrderedDict()
@@ -131,6 +134,7 @@ class PromisedBlocks:
         """The tier has ``keys`` now."""
         ended = [key for key in keys if self.deadlines.pop(key, None) is not None]
         if ended:
+            self._backlog.settle(ended)
             self._pins.release(ended)
 
     def give_up(self, keys: Collection[OffloadKey]) -> None:
@@ -140,7 +144,7 @@ class PromisedBlocks:
             self.written(lost)
             self._tier.retain(lost, None, 0.0)
 
-    def late(self) -> list[OffloadKey]:
-        """Returns the blocks that were not written in time."""
+    def expire(self) -> None:
+        """Gives up the blocks that were not written in time."""
         now = self._clock()
-        return list(takewhile(lambda key: self.deadlines[key] <= now, self.deadlines))
+        self.give_up(list(takewhile(lambda key: self.deadlines[key] <= now, self.deadlines)))

@@ -95,13 +95,13 @@ class WriteThrough:
         self._count = count
         self._layout = ChainLayout(common.settings.groups)
         self.admission = admission
-        self.promised = PromisedBlocks(common, pins, tier)
         self._blocks = TierBlocks(common.host, tier, self._layout)
         self.writing: KeysView[OffloadKey] = self._blocks.chain_of.keys()
         """Blocks that the tier has not reported yet, each with a pin in the host."""
         # Chains name a state for every unit; hardly any of them exist.
         keys_per_block = sum(self._layout.blocks_per_unit) / self._layout.kv_blocks_per_unit
         self.backlog = Backlog(max(1, int(self._host.num_blocks * common.settings.backlog_share * keys_per_block)))
+        self.promised = PromisedBlocks(common, pins, self.backlog, tier)
         self._pace = Pace()
 
     # State.
@@ -152,7 +152,7 @@ class WriteThrough:
         self.backlog.move(chain, ChainState.GONE)
         keys = list(keys)
         by_group = self._layout.split(keys)
-        num_units, waiting = most_units(self._tier, self._layout, self.admission, by_group), self.promised.deadlines
+        num_units, waiting = self._most_units(by_group), self.promised.deadlines
         promised = [key for key in keys if key in waiting] if waiting else []
         if promised:
             num_units = max(num_units, promised_units(self._layout, by_group, waiting))
@@ -166,20 +166,27 @@ class WriteThrough:
         while (excess := self.backlog.excess()) is not None:
             self._drop(excess)
 
+    def _most_units(self, by_group: Sequence[Sequence[OffloadKey]]) -> int:
+        """Returns how many leading units of a chain the tier may be given: what it has room for, since the tail of a
+        longer chain would evict its head, and what the admission accepts, since nothing behind could be found."""
+        layout = self._layout
+        num_units = layout.num_units(by_group)
+        most_blocks = self._tier.most_blocks(by_group[0][0]) if num_units else None
+        if most_blocks is not None:
+            num_units = min(num_units, max(0, most_blocks - layout.num_states) // layout.kv_blocks_per_unit)
+        if self.admission is not None:
+            for keys, per_unit in zip(by_group, layout.blocks_per_unit, strict=True):
+                accepted = self.admission.accepts(keys[: num_units * per_unit])
+                if not all(accepted):
+                    num_units = accepted.index(False) // per_unit
+        return num_units
+
     def _holds(self, keys: Sequence[OffloadKey]) -> bool:
         """Returns whether the tier certainly holds all of ``keys``. The last one, which is lacking if others are, is
         looked up first. A shared tier would have to ask its medium."""
         if self._tier.is_shared or not keys or self._tier.contains(keys[-1:])[0] != HIT:
             return False
         return bool((self._tier.contains(keys) == HIT).all())
-
-    def expire(self) -> None:
-        """Gives up promised blocks that were not written in time."""
-        self._give_up(self.promised.late())
-
-    def _give_up(self, keys: Collection[OffloadKey]) -> None:
-        self.backlog.settle(keys)
-        self.promised.give_up(keys)
 
     def stored(self, keys: Collection[OffloadKey]) -> None:
         """Called when ``keys`` have become ready in the host."""
@@ -251,7 +258,6 @@ class WriteThrough:
         chains = self._blocks.end(writes.keys)
         if self.promised.deadlines:
             # The tier keeps what is promised of these from now on.
-            self.backlog.settle(writes.good.keys)
             self.promised.written(writes.good.keys)
         failed: dict[Chain, bool] = {}
         """The chains of which writes have failed, and whether that was a failure of the tier."""
@@ -305,7 +311,7 @@ class WriteThrough:
         is_over = chain.is_whole or chain.request is None
         if chain.promised and is_over:
             # It has these already, or no lookup could use them.
-            self._give_up([key for key in chain.promised if key not in self.writing])
+            self.promised.give_up([key for key in chain.promised if key not in self.writing])
         self.backlog.move(chain, ChainState.HELD if chain.promised or not is_over else ChainState.GONE)
         if chain.is_whole and chain.log.num_writes > chain.num_writes_before:
             # Blocks written after the request had ended are newer than those before them in the chain.
@@ -323,8 +329,7 @@ class WriteThrough:
 
     def _drop(self, chain: Chain) -> None:
         self._count("dropped_writes", self._blocks.num_lacking(chain, in_host=True))
-        if chain.promised:
-            self._give_up(list(chain.promised))
+        self.promised.give_up(list(chain.promised))
         self.backlog.move(chain, ChainState.GONE)
         self._blocks.delete_unreachable(chain)
 
@@ -343,24 +348,6 @@ class WriteThrough:
                     lacking = (self._tier.contains(before) == MISS) & ~self._blocks.in_tier(before, chain)
                     if lacking.any():
                         raise IntegrityError("a chain is written behind a hole")
-
-
-def most_units(
-    tier: Tier, layout: ChainLayout, admission: Admission | None, by_group: Sequence[Sequence[OffloadKey]]
-) -> int:
-    """Returns how many leading units of a chain ``tier`` may be given: what it has room for, since the tail of a longer
-    chain would evict its head, and what the ``admission`` accepts, since nothing behind could be found. None accepts
-    all."""
-    num_units = layout.num_units(by_group)
-    most_blocks = tier.most_blocks(by_group[0][0]) if num_units else None
-    if most_blocks is not None:
-        num_units = min(num_units, max(0, most_blocks - layout.num_states) // layout.kv_blocks_per_unit)
-    if admission is not None:
-        for keys, per_unit in zip(by_group, layout.blocks_per_unit, strict=True):
-            accepted = admission.accepts(keys[: num_units * per_unit])
-            if not all(accepted):
-                num_units = accepted.index(False) // per_unit
-    return num_units
 
 
 def promised_units(
