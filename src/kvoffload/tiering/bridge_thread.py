@@ -144,9 +144,10 @@ class Stores:
         while job.begun < len(job.names):
             indices = range(job.begun, min(len(job.names), job.begun + self._max_batch))
             names = [job.names[i] for i in indices]
-            is_lacking = self._is_lacking(names)
+            takers = [tier.writes for tier in self._manager.tiers if tier.takes_chains]
+            is_lacking: Bools = np.logical_or.reduce([writes.lacks(names) for writes in takers])
             is_late = job.has_ended or self._jobs.clock() >= job.deadline
-            if is_late or request.has_hole or not any(tier.takes_chains for tier in self._manager.tiers):
+            if is_late or request.has_hole or not takers:
                 # What is left of the job is given up.
                 request.has_hole, left = True, range(job.begun, len(job.names))
                 job.begun = len(job.names)
@@ -158,14 +159,6 @@ class Stores:
             else:
                 return self._begin(job, name, names, is_lacking)
         return None
-
-    def _is_lacking(self, names: Sequence[OffloadKey]) -> Bools:
-        """Returns which of ``names`` some tier that can be written lacks."""
-        lacking = np.zeros(len(names), dtype=np.bool_)
-        for tier in self._manager.tiers:
-            if tier.takes_chains:
-                lacking |= tier.writes.lacks(names)
-        return lacking
 
     def _begin(self, job: BridgeJob, request: str, names: list[OffloadKey], is_lacking: Bools) -> Copy | None:
         """Returns as many of ``names``, the next blocks of ``job``, as there is room for. Of these, those that some

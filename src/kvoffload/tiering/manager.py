@@ -132,7 +132,7 @@ class TieredOffloadingManager(TieredManager):
         if wait is None:
             return {}
         if wait.chain:
-            self._steps.offer_released(wait)
+            self._steps.offer(wait.chain, req_context.req_id, wait.promoted)
         return wait.promoted
 
     # Steps.

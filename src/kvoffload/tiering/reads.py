@@ -92,20 +92,20 @@ class Reads:
     def begin(self, num_polls: int, now: float) -> bool:
         """Begins to read what is queued. Returns whether anything was begun. A tier may have lost what was found before
         poll ``num_polls``."""
-        has_begun, allowed = False, [self._num_in_time(tier) for tier in self._tiers]
+        has_begun = False
+        # What each tier can still read within the deadline. Blocks of one that is not read are looked up in others.
+        allowed = [
+            tier.estimator.num_blocks_within(self._deadline_s, MAX_READS) - tier.num_reading
+            if tier.can_read
+            else MAX_READS
+            for tier in self._tiers
+        ]
         for wait in self.queue.copy():
             room = self.room
             if room <= 0 or not any(n > 0 < queued for n, queued in zip(allowed, self.num_queued, strict=True)):
                 break
             has_begun |= self._read(wait, room, allowed, wait.asked_at == num_polls, now)
         return has_begun
-
-    def _num_in_time(self, tier: TierState) -> int:
-        """Returns how many more blocks the tier can read within the deadline. Blocks of a tier that is not read are
-        looked up in others."""
-        if not tier.can_read:
-            return MAX_READS
-        return tier.estimator.num_blocks_within(self._deadline_s, MAX_READS) - tier.num_reading
 
     def _read(self, wait: Wait, room: int, allowed: list[int], is_new: bool, now: float) -> bool:
         """Begins to read the next blocks of ``wait``, at most ``room``, and ``allowed`` of each tier, which become

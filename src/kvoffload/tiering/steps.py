@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import compress
 
 import numpy as np
@@ -15,7 +15,7 @@ from kvoffload.tiering.common import Common
 from kvoffload.tiering.health import TierState
 from kvoffload.tiering.plan import Bools
 from kvoffload.tiering.rates import by_direction
-from kvoffload.tiering.waits import Wait, Waits
+from kvoffload.tiering.waits import Waits
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class TierSteps:
             if not _ends_session(context):
                 self.touched[context.req_id] = chain
         elif not _ends_session(context):
-            self._offer(chain, None if context is None else context.req_id)
+            self.offer(chain, None if context is None else context.req_id, {})
         for tier in working:
             tier.tier.touch(keys)
 
@@ -114,22 +114,19 @@ class TierSteps:
             if tier.takes_chains and (not _ends_session(context) or not promised.isdisjoint(chain)):
                 tier.writes.offer(chain, request, is_whole=True)
 
-    def offer_released(self, wait: Wait) -> None:
-        """Offers the chain of a request that waits no more, if it was not offered before."""
+    def offer(
+        self, chain: Sequence[OffloadKey], request: str | None, promoted: Mapping[str, Sequence[OffloadKey]]
+    ) -> None:
+        """Offers a chain to the tiers. ``promoted``: by tier, what has come from it, which may be the whole chain."""
         for tier in self._tiers:
-            if tier.takes_chains and len(wait.promoted.get(tier.name, ())) < len(wait.chain):
-                tier.writes.offer(wait.chain, wait.context.req_id, is_whole=False)
-
-    def _offer(self, chain: Sequence[OffloadKey], request: str | None) -> None:
-        for tier in self._tiers:
-            if tier.takes_chains:
+            if tier.takes_chains and len(promoted.get(tier.name, ())) < len(chain):
                 tier.writes.offer(chain, request, is_whole=False)
 
     def write(self) -> None:
         """Offers the chains that were touched, and begins to write as many blocks as there is room for."""
         if self.touched:
             for request, chain in self.touched.items():
-                self._offer(chain, request)
+                self.offer(chain, request, {})
             self.touched.clear()
         for tier in self._tiers:
             if tier.writes.backlog.num_ready:
