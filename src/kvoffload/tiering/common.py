@@ -11,6 +11,7 @@ from kvoffload.abc import Admission, KVGroup
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.misses import MissMemory
 from kvoffload.cache.tenants import Tenants
+from kvoffload.tiering.unwritten import UnwrittenPins
 
 if TYPE_CHECKING:
     from kvoffload.tiering.health import TierState
@@ -65,3 +66,4 @@ class Common:
         """Counts since they were last taken, by names of METRICS: "NAME", or "NAME:TIER"."""
         self.reasons = MissMemory(clock=clock)
         """Why blocks were not promoted."""
+        self.unwritten = UnwrittenPins(self)

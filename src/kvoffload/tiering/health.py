@@ -24,7 +24,6 @@ from kvoffload.tiering.common import Common, TierSettings
 from kvoffload.tiering.guard import GuardedTier
 from kvoffload.tiering.rates import Ended, ReadEstimator
 from kvoffload.tiering.reads import ReadBatch
-from kvoffload.tiering.unwritten import UnwrittenPins
 from kvoffload.tiering.writes import WriteThrough
 
 if TYPE_CHECKING:
@@ -332,9 +331,7 @@ class TierState:
     the fastest first.
     """
 
-    def __init__(
-        self, common: Common, index: int, tier: GuardedTier, pins: UnwrittenPins, random: Callable[[], float]
-    ) -> None:
+    def __init__(self, common: Common, index: int, tier: GuardedTier, random: Callable[[], float]) -> None:
         settings = common.settings
         own = settings.tiers[index] if settings.tiers else TierSettings()
         lookup_ms = settings.lookup_deadline_ms if own.lookup_deadline_ms is None else own.lookup_deadline_ms
@@ -342,7 +339,7 @@ class TierState:
         self.tier = tier
         self.name = tier.name
         self._counts = common.counts
-        self.writes = WriteThrough(common, tier, own.admission, pins, self.count)
+        self.writes = WriteThrough(common, tier, own.admission, self.count)
         self.read_health = CircuitBreaker(self.name, Ability.READ, common.load_deadline_s, random)
         write_s = max(common.load_deadline_s, WRITE_DEADLINE_S)
         self.write_health = CircuitBreaker(self.name, Ability.WRITE, write_s, random)

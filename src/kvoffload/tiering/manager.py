@@ -38,7 +38,6 @@ from kvoffload.tiering.lookup import LoadGate, TierSearch, explain_miss, find_hi
 from kvoffload.tiering.prefetch import Prefetcher
 from kvoffload.tiering.rates import by_direction
 from kvoffload.tiering.steps import TierSteps
-from kvoffload.tiering.unwritten import UnwrittenPins
 from kvoffload.tiering.waits import Waits
 
 __all__ = ["WRITE_SHARE", "TierSettings", "TieredOffloadingManager", "TieringSettings"]
@@ -75,9 +74,9 @@ class TieredOffloadingManager(TieredManager):
         self.host = host
         self._common = Common(host, settings, clock)
         self._clock = clock
-        self._unwritten = UnwrittenPins(self._common)
+        self._unwritten = self._common.unwritten
         self.tiers = self._common.tiers = tuple(
-            TierState(self._common, i, GuardedTier(tier, host.history.has_events), self._unwritten, random)
+            TierState(self._common, i, GuardedTier(tier, host.history.has_events), random)
             for i, tier in enumerate(tiers)
         )
         """State of each tier; read only."""

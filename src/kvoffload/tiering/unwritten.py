@@ -12,10 +12,10 @@ import numpy as np
 
 from kvoffload.abc import HandedOver, Hints, IntegrityError, OffloadKey, Retained, RetainRefusal, Tier
 from kvoffload.abc.tier import HIT
-from kvoffload.tiering.chains import Backlog
-from kvoffload.tiering.common import Common
 
 if TYPE_CHECKING:
+    from kvoffload.tiering.chains import Backlog
+    from kvoffload.tiering.common import Common
     from kvoffload.tiering.health import TierState
 
 UNWRITTEN_SHARE = 0.125
@@ -113,8 +113,8 @@ class PromisedBlocks:
     """What ``tier`` is to retain or to hand over and has not got yet, each for at most WRITE_WITHIN_S; the chains of
     ``backlog`` bring it."""
 
-    def __init__(self, common: Common, pins: UnwrittenPins, backlog: Backlog, tier: Tier) -> None:
-        self._pins = pins
+    def __init__(self, common: Common, backlog: Backlog, tier: Tier) -> None:
+        self._pins = common.unwritten
         self._backlog = backlog
         self._tier = tier
         self._clock = common.clock

@@ -12,9 +12,9 @@ from kvoffload.abc import Admission, IntegrityError, MissReason, OffloadKey, Tie
 from kvoffload.abc.tier import HIT, MISS, PENDING
 from kvoffload.tiering.chains import Backlog, Chain, ChainState, TierBlocks, among
 from kvoffload.tiering.common import Common
-from kvoffload.tiering.plan import Bools, ChainLayout, WritePlan, plan_writes
+from kvoffload.tiering.plan import Bools, ByGroup, ChainLayout, WritePlan, plan_writes
 from kvoffload.tiering.rates import Ended
-from kvoffload.tiering.unwritten import PromisedBlocks, UnwrittenPins
+from kvoffload.tiering.unwritten import PromisedBlocks
 
 MAX_REWRITES = 1
 """How often a chain is written again from where a write has failed."""
@@ -77,17 +77,12 @@ class WriteThrough:
     Chains with blocks of ``promised``, which the tier has promised to retain, are written first and up to the last of
     these, whatever the admission says. If that fails they are written again until ``promised`` ends.
 
-    ``admission``: only leading blocks of a chain that it accepts are written; None accepts all. ``pins`` has the pins
-    of promised blocks. ``count`` takes the counters ``tier_NAME`` of METRICS, by NAME.
+    ``admission``: only leading blocks of a chain that it accepts are written; None accepts all. ``count`` takes the
+    counters ``tier_NAME`` of METRICS, by NAME.
     """
 
     def __init__(
-        self,
-        common: Common,
-        tier: Tier,
-        admission: Admission | None,
-        pins: UnwrittenPins,
-        count: Callable[[str, float], None],
+        self, common: Common, tier: Tier, admission: Admission | None, count: Callable[[str, float], None]
     ) -> None:
         self._host = common.host
         self._tier = tier
@@ -101,7 +96,7 @@ class WriteThrough:
         # Chains name a state for every unit; hardly any of them exist.
         keys_per_block = sum(self._layout.blocks_per_unit) / self._layout.kv_blocks_per_unit
         self.backlog = Backlog(max(1, int(self._host.num_blocks * common.settings.backlog_share * keys_per_block)))
-        self.promised = PromisedBlocks(common, pins, self.backlog, tier)
+        self.promised = PromisedBlocks(common, self.backlog, tier)
         self._pace = Pace()
 
     # State.
@@ -166,7 +161,7 @@ class WriteThrough:
         while (excess := self.backlog.excess()) is not None:
             self._drop(excess)
 
-    def _most_units(self, by_group: Sequence[Sequence[OffloadKey]]) -> int:
+    def _most_units(self, by_group: ByGroup) -> int:
         """Returns how many leading units of a chain the tier may be given: what it has room for, since the tail of a
         longer chain would evict its head, and what the admission accepts, since nothing behind could be found."""
         layout = self._layout
@@ -350,9 +345,7 @@ class WriteThrough:
                         raise IntegrityError("a chain is written behind a hole")
 
 
-def promised_units(
-    layout: ChainLayout, by_group: Sequence[Sequence[OffloadKey]], promised: Collection[OffloadKey]
-) -> int:
+def promised_units(layout: ChainLayout, by_group: ByGroup, promised: Collection[OffloadKey]) -> int:
     """Returns how many leading units of a chain have all of ``promised``."""
     num_units = 0
     for keys, per_unit in zip(by_group, layout.blocks_per_unit, strict=True):
