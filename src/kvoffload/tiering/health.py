@@ -184,8 +184,7 @@ class CircuitBreaker:
         if late:
             self.overdue -= late
             self.num_hangs = max(0, self.num_hangs - 1) if self.overdue else 0
-            is_paused_for_it = self._hangs and self.state is not BreakerState.OFF
-            if is_paused_for_it and not late.isdisjoint(ended.good.keys):
+            if self._hangs and self.state is not BreakerState.OFF and not late.isdisjoint(ended.good.keys):
                 self._close(now)
         if not ended.all_ok or self._test is not None:
             self._judge(ended, now)
@@ -394,7 +393,7 @@ class TierState:
         """Takes in reads that have ended. Returns the batch of each."""
         batches = list(map(self.reads.pop, reads.keys))
         late = self.read_health.ended(reads, now)
-        in_time = reads.select(i for i, key in enumerate(reads.keys) if key not in late) if late else reads
+        in_time = Ended([result for result in reads.results if result.key not in late]) if late else reads
         self.estimator.add(in_time, now)
         return batches
 

@@ -33,8 +33,6 @@ FIRST_CHUNK = 256
 
 Sources = npt.NDArray[np.int8]
 """By block, the index of the tier that holds it."""
-
-
 Coming = dict[OffloadKey, int]
 """Blocks to be promoted, in the order of their chain, with the index of the tier that holds each."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 
@@ -215,7 +215,12 @@ class Waits:
         if not reads.all_ok:
             errors = {result.key: result.error for result in reads.results if result.error is not None}
             self._host.take_back(self._host.lease([good.pop(key) for key in errors]))
-            self._explain_failures(tier, errors)
+            tier.writes.note_lost(len(errors))
+            for key, error in errors.items():
+                reason, counter = FAILED.get(error, FAILED[TierError.IO])
+                self._reasons.record([key], reason)
+                if counter:
+                    tier.count(counter, 1)
         if good:
             self._host.complete_store(self._host.lease(good.values()))
             self._counts["promoted_blocks"] += len(good)
@@ -228,14 +233,6 @@ class Waits:
             wait.reading.difference_update(reads.keys)
             if arrived:
                 self._pin(wait, arrived, tier.name, now)
-
-    def _explain_failures(self, tier: TierState, errors: Mapping[OffloadKey, TierError]) -> None:
-        tier.writes.note_lost(len(errors))
-        for key, error in errors.items():
-            reason, counter = FAILED.get(error, FAILED[TierError.IO])
-            self._reasons.record([key], reason)
-            if counter:
-                tier.count(counter, 1)
 
     # Pins.
 
