@@ -19,7 +19,8 @@ from kvoffload.tiering import chains, writes
 from kvoffload.tiering.chains import TierBlocks
 from kvoffload.tiering.health import MAX_FAILURES
 from kvoffload.tiering.plan import Bools, ChainLayout, Look, WritePlan, plan_writes
-from kvoffload.tiering.waits import Wait, Waits
+from kvoffload.tiering.reads import Wait
+from kvoffload.tiering.waits import Waits
 from kvoffload.tiers.disk.blockio import Batch, BlockIO
 from kvoffload.tiers.disk.format import payload_checksums
 from kvoffload.tiers.disk.tier import DiskTier

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from kvoffload.abc import IntegrityError, LoadStoreSpec, OffloadKey, ReqContext, TierError
-from kvoffload.tiering.waits import Wait
+from kvoffload.tiering.reads import Wait
 from tests.scale import scaled
 from tests.sim.memory_tier import StoredBlock, checksum_of
 from tests.tiering.rig import A, Rig, below, chain, content

@@ -117,9 +117,8 @@ class Stores:
     def plan(self) -> Copy | None:
         """Returns the next blocks to copy. None: there are none now, since the next job waits for room, or has ended,
         or since a request has ended."""
-        if self._staged and not any(
-            tier.writes.writing or tier.writes.backlog.num_ready for tier in self._manager.tiers
-        ):
+        is_writing = any(tier.writes.writing or tier.writes.backlog.num_ready for tier in self._manager.tiers)
+        if self._staged and not is_writing:
             self._release()
         if not self.queue:
             return None
@@ -201,12 +200,10 @@ class Stores:
         """Lets staged blocks be evicted that the tiers have handled: they hold them, are writing them, or will not
         write them. Returns how many these are."""
         before, now, staged = self._num_staged, self._jobs.clock(), self._staged
+        working = [tier.writes for tier in self._manager.tiers if tier.write_health.state is BreakerState.WORKING]
         self._staged = []
         for each in staged:
-            may_be_written = any(
-                tier.write_health.state is BreakerState.WORKING and tier.writes.may_write(each.keys, each.request)
-                for tier in self._manager.tiers
-            )
+            may_be_written = any(writes.may_write(each.keys, each.request) for writes in working)
             if not everything and now < each.deadline and may_be_written:
                 self._staged.append(each)
             else:

@@ -337,9 +337,8 @@ class TierBlocks:
             for keys, mask, its in zip(chain.by_group, masks, states, strict=True):
                 for i in np.flatnonzero(mask).tolist():
                     may_hold = bool(its[i] != MISS)
-                    if (are_all or keys[i] in mine) and self.chain_of.get(
-                        keys[i], chain if may_hold else None
-                    ) is chain:
+                    writer = self.chain_of.get(keys[i], chain if may_hold else None)
+                    if writer is chain and (are_all or keys[i] in mine):
                         useless[keys[i]] = may_hold
         self.num_lost += sum(useless.values())
         self._tier.delete(list(useless))

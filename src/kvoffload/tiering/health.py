@@ -13,7 +13,6 @@ import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import compress
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,11 +22,8 @@ from kvoffload.cache.manager import READ_STATE_EVERY_S
 from kvoffload.tiering.common import Common, TierSettings
 from kvoffload.tiering.guard import GuardedTier
 from kvoffload.tiering.rates import Ended, ReadEstimator
-from kvoffload.tiering.reads import ReadBatch
+from kvoffload.tiering.reads import ReadBatch, Wait
 from kvoffload.tiering.writes import WriteThrough
-
-if TYPE_CHECKING:
-    from kvoffload.tiering.waits import Wait
 
 logger = logging.getLogger(__name__)
 

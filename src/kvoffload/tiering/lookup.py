@@ -19,8 +19,8 @@ from kvoffload.tiering.common import Common
 from kvoffload.tiering.health import TierState
 from kvoffload.tiering.plan import ChainLayout
 from kvoffload.tiering.rates import MovingRate, ReadEstimator
-from kvoffload.tiering.reads import PROMOTION_SHARE
-from kvoffload.tiering.waits import Wait, Waits
+from kvoffload.tiering.reads import PROMOTION_SHARE, Wait
+from kvoffload.tiering.waits import Waits
 
 LOOK_AGAIN_S = 0.005
 """The least time between two looks for a block that another server hands over."""

@@ -1,22 +1,21 @@
-"""Reads: which blocks are read from lower tiers next."""
+"""Reads: what requests wait for from lower tiers, and which of it is read next."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvoffload.abc import IntegrityError, OffloadKey
+from kvoffload.abc import IntegrityError, OffloadKey, ReqContext
 from kvoffload.abc.tier import HIT, RETRY
 from kvoffload.tiering.common import Common
 
 if TYPE_CHECKING:
     from kvoffload.tiering.health import TierState
-    from kvoffload.tiering.waits import Wait
 
 PROMOTION_SHARE = 0.5
 """At most this share of the host's blocks is being read from lower tiers, or pinned for requests that waited for them.
@@ -25,6 +24,37 @@ MAX_READS = 1024
 """Maximum number of blocks that are read from one tier at a time."""
 
 _number = attrgetter("number")
+
+
+@dataclass(slots=True, eq=False)
+class Wait:
+    """The blocks of one request that come from lower tiers: ``wanted`` are to be read, ``reading`` are under way,
+    ``pinned`` have arrived and cannot be evicted. It waits for ``wanted`` and ``reading``; what further lookups of the
+    poll ``asked_at`` find is added. A tier may lose what is wanted."""
+
+    context: ReqContext
+    number: int
+    """Grows from request to request: a higher number means that it came later."""
+    asked_at: int = -1
+    """How many polls there had been when a lookup last found blocks for it."""
+    host_only_until: float = -1.0
+    """Up to so many polls, lookups are answered from host memory. The deadline makes it infinite; the next lookup sets
+    it to the present number."""
+    wanted: dict[OffloadKey, int] = field(default_factory=dict)
+    """The index of the tier that holds each, in the order of the chain."""
+    reading: set[OffloadKey] = field(default_factory=set)
+    pinned: dict[OffloadKey, int] = field(default_factory=dict)
+    """Host slots, with one pin each."""
+    pinned_at: float = 0.0
+    """When a block was last pinned for it."""
+    promoted: dict[str, list[OffloadKey]] = field(default_factory=dict)
+    """By name of the tier, blocks that have arrived for it, whether or not they are still pinned."""
+    chain: Sequence[OffloadKey] = ()
+    """The request's chain, which is offered to the tiers when the request does not wait any more."""
+
+    @property
+    def is_waiting(self) -> bool:
+        return bool(self.wanted or self.reading)
 
 
 @dataclass(slots=True, eq=False)

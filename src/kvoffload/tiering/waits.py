@@ -1,4 +1,4 @@
-"""Waits: what each request waits for from lower tiers, until when, and what is pinned for it because it has arrived."""
+"""Waits: until when requests wait for lower tiers, and what is pinned for them because it has arrived."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
 from itertools import compress
 
 import numpy as np
@@ -15,7 +14,7 @@ from kvoffload.abc import IntegrityError, LoadStoreSpec, MissReason, OffloadKey,
 from kvoffload.tiering.common import Common
 from kvoffload.tiering.health import TierState
 from kvoffload.tiering.rates import Ended
-from kvoffload.tiering.reads import Reads
+from kvoffload.tiering.reads import Reads, Wait
 
 MAX_WAITS = 4096
 """Requests with a Wait. Above this limit, requests use only host memory."""
@@ -26,37 +25,6 @@ FAILED = {
     TierError.IO: (MissReason.READ_FAILED, "read_failures"),
 }
 """Why a block that could not be read is missing, and what is counted. All other errors are as IO."""
-
-
-@dataclass(slots=True, eq=False)
-class Wait:
-    """The blocks of one request that come from lower tiers: ``wanted`` are to be read, ``reading`` are under way,
-    ``pinned`` have arrived and cannot be evicted. It waits for ``wanted`` and ``reading``; what further lookups of the
-    poll ``asked_at`` find is added. A tier may lose what is wanted."""
-
-    context: ReqContext
-    number: int
-    """Grows from request to request: a higher number means that it came later."""
-    asked_at: int = -1
-    """How many polls there had been when a lookup last found blocks for it."""
-    host_only_until: float = -1.0
-    """Up to so many polls, lookups are answered from host memory. The deadline makes it infinite; the next lookup sets
-    it to the present number."""
-    wanted: dict[OffloadKey, int] = field(default_factory=dict)
-    """The index of the tier that holds each, in the order of the chain."""
-    reading: set[OffloadKey] = field(default_factory=set)
-    pinned: dict[OffloadKey, int] = field(default_factory=dict)
-    """Host slots, with one pin each."""
-    pinned_at: float = 0.0
-    """When a block was last pinned for it."""
-    promoted: dict[str, list[OffloadKey]] = field(default_factory=dict)
-    """By name of the tier, blocks that have arrived for it, whether or not they are still pinned."""
-    chain: Sequence[OffloadKey] = ()
-    """The request's chain, which is offered to the tiers when the request does not wait any more."""
-
-    @property
-    def is_waiting(self) -> bool:
-        return bool(self.wanted or self.reading)
 
 
 class Waits:
