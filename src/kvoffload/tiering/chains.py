@@ -54,12 +54,6 @@ class WriteLog:
     """The latest pause after a failure, and when it ends."""
     rests_until: float = 0.0
 
-    def begun(self, keys: Sequence[OffloadKey]) -> None:
-        self.given.update(keys)
-        self.foreign.difference_update(keys)
-        self.lost.difference_update(keys)
-        self.num_writes += len(keys)
-
 
 @dataclass(slots=True, eq=False)
 class Chain:
@@ -266,7 +260,11 @@ class TierBlocks:
         self._slots.update((key, slots.pop(key)) for key in taken)
         self._unpin(slots.values())
         self.chain_of.update(dict.fromkeys(taken, chain))
-        chain.log.begun(taken)
+        log = chain.log
+        log.given.update(taken)
+        log.foreign.difference_update(taken)
+        log.lost.difference_update(taken)
+        log.num_writes += len(taken)
         return taken
 
     def end(self, keys: Sequence[OffloadKey]) -> list[Chain | None]:

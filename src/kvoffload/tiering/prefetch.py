@@ -274,7 +274,7 @@ class Prefetcher:
             self.blocks.sweep(now)
         if self.reading is not None and not self._end_batch(self.reading, now):
             return
-        if now < self._not_before or not self._waits.is_idle:
+        if now < self._not_before or self._waits.reads.queue or any(tier.reads for tier in self._gate.tiers):
             return
         for _ in range(MAX_LOOKS):
             chain = self.chains.first(now)

@@ -56,11 +56,6 @@ class Waits:
     def __len__(self) -> int:
         return len(self._by_request)
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether no tier is being read, or is to be read."""
-        return not self.reads.queue and not any(tier.reads for tier in self._tiers)
-
     # Requests.
 
     def get(self, context: ReqContext) -> Wait | None:

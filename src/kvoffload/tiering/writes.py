@@ -41,10 +41,6 @@ class Pace:
         self._idle_since = math.inf
         """Since when the tier takes on nothing although it has nothing to do."""
 
-    def is_patient(self, now: float) -> bool:
-        """Returns whether an idle engine is kept stepping for the backlog."""
-        return now - self.progress_at < PATIENCE_S
-
     def may_ask(self, now: float) -> bool:
         """Returns whether the tier is given more blocks now."""
         return now - self._refused_at >= REFUSAL_S
@@ -106,7 +102,7 @@ class WriteThrough:
         """Whether there is a backlog, or promised blocks are being written, and the tier makes progress."""
         urgent = (self.backlog.awaited, self.promised.deadlines)
         has_work = self.backlog.num_ready > 0 or not all(map(self.writing.isdisjoint, urgent))
-        return has_work and self._pace.is_patient(self._clock())
+        return has_work and self._clock() - self._pace.progress_at < PATIENCE_S
 
     def lacks(self, keys: Sequence[OffloadKey]) -> Bools:
         """Returns which of ``keys`` are worth having in the host, so that they can be written: the tier neither holds
