@@ -41,12 +41,12 @@ def test_a_waiting_chain_is_woken_by_its_block() -> None:
     for each in (a, b):
         backlog.move(each, ChainState.WAITING, [b"x"])
     assert not backlog.num_ready
-    assert list(backlog.awaited) == [b"x"]
+    assert list(backlog.waited_for) == [b"x"]
     assert not backlog.wake([b"w"])
     b.log.given.add(b"b0")
     assert backlog.wake([b"x"])
     assert (a.state, b.state) == (FRESH, STARTED)
-    assert not backlog.awaited
+    assert not backlog.waited_for
     backlog.check_integrity()
 
 

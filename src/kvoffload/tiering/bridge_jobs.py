@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.abc import ByteArray, IntegrityError, OffloadKey
+from kvoffload.abc import ByteArray, IntegrityError, Keys, OffloadKey
 
 Page: TypeAlias = Sequence[npt.NDArray[np.uint8]]
 """The memory of one block: one-dimensional arrays, ``block_bytes`` bytes together, in order."""
@@ -44,7 +44,7 @@ class RequestChain(NamedTuple):
     """The first ``length`` keys of ``keys`` are the chain of ``request`` so far."""
 
     request: str
-    keys: Sequence[OffloadKey]
+    keys: Keys
     length: int
     namespace: bytes
 
@@ -63,7 +63,7 @@ class BridgeJob:
     ``chain``: that of the request whose blocks are stored; None for a load."""
 
     number: int | None
-    keys: Sequence[OffloadKey]
+    keys: Keys
     pages: Sequence[Page]
     namespace: bytes
     since: float
@@ -78,12 +78,9 @@ class BridgeJob:
     """How many of its blocks have been looked at."""
     done: set[int] = field(default_factory=set, init=False)
     """The indices of the blocks that are done."""
-    num_open: int = field(init=False)
-    """Blocks that are neither done nor given up."""
+    num_settled: int = field(default=0, init=False)
+    """Blocks that are done or given up."""
     nbytes: int = field(default=0, init=False)
-
-    def __post_init__(self) -> None:
-        self.num_open = len(self.keys)
 
     @property
     def is_load(self) -> bool:
@@ -148,10 +145,10 @@ class Jobs:
         with self._changed:
             if not job.has_ended:
                 self.num_settled += len(indices)
-                job.num_open -= len(indices)
+                job.num_settled += len(indices)
                 if done:
                     job.done.update(indices)
-                if job.num_open == 0:
+                if job.num_settled == len(job.keys):
                     self._end(job)
 
     def copy(self, job: BridgeJob, indices: Sequence[int], slots: Sequence[int]) -> int:

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress, count
@@ -21,7 +21,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from kvoffload.abc import LoadStoreSpec, OffloadKey, ReqContext
+from kvoffload.abc import Keys, LoadStoreSpec, OffloadKey, ReqContext
 from kvoffload.abc.tier import HIT, MISS
 from kvoffload.locks import FairLock
 from kvoffload.tiering.bridge_jobs import BridgeJob, Jobs, RequestChain
@@ -187,7 +187,7 @@ class Stores:
 
     # What is staged.
 
-    def _stage(self, request: str, lacking: Sequence[OffloadKey]) -> None:
+    def _stage(self, request: str, lacking: Keys) -> None:
         """Pins those of ``lacking`` that are in the staging pool."""
         host = self._manager.host
         keys = list(compress(lacking, (host.table.states(lacking) == HIT).tolist()))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterator, KeysView, Sequence
+from collections.abc import Collection, Iterator, KeysView
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvoffload.abc import IntegrityError, OffloadKey, Tier
+from kvoffload.abc import IntegrityError, Keys, OffloadKey, Tier
 from kvoffload.abc.tier import HIT, MISS, RETRY
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.tiering.plan import Bools, ChainLayout, unreachable
@@ -68,7 +68,7 @@ class Chain:
     """Its request has ended: blocks that the host lacks now will not be stored any more."""
     log: WriteLog = field(default_factory=WriteLog)
     state: ChainState = GONE
-    waits_for: Sequence[OffloadKey] = ()
+    waits_for: Keys = ()
     """In the state WAITING, the blocks of which it waits for any."""
     done: int = 0
     """Units whose blocks the tier holds or is writing, as far as is known."""
@@ -109,7 +109,7 @@ class Backlog:
         """Chains to be written now, or after a pause."""
         self._waiting: dict[OffloadKey, dict[Chain, None]] = {}
         """Chains that are WAITING, by each block that they wait for."""
-        self.awaited: KeysView[OffloadKey] = self._waiting.keys()
+        self.waited_for: KeysView[OffloadKey] = self._waiting.keys()
         self._bringing: dict[OffloadKey, Chain] = {}
         """The chain to which each promised block belongs."""
         self._num_promising = 0
@@ -167,7 +167,7 @@ class Backlog:
                 if chain.state is ChainState.HELD and (chain.is_whole or chain.request is None):
                     self.move(chain, GONE)
 
-    def move(self, chain: Chain, state: ChainState, waits_for: Sequence[OffloadKey] = ()) -> None:
+    def move(self, chain: Chain, state: ChainState, waits_for: Keys = ()) -> None:
         """Brings ``chain`` into ``state``. WAITING, it waits until ``wake`` names one of ``waits_for``."""
         if chain.promised and state is GONE:
             self.settle(list(chain.promised))
@@ -212,7 +212,7 @@ class Backlog:
 
     def wake(self, keys: Collection[OffloadKey]) -> bool:
         """Queues the chains that wait for one of ``keys``. Returns whether there were any."""
-        if self.awaited.isdisjoint(keys):
+        if self.waited_for.isdisjoint(keys):
             return False
         woken = dict.fromkeys(chain for key in keys for chain in self._waiting.get(key, ()))
         for chain in woken:
@@ -252,7 +252,7 @@ class TierBlocks:
         self.num_lost = 0
         """Blocks that the tier was given and has lost, without those that it has evicted."""
 
-    def begin(self, keys: Sequence[OffloadKey], chain: Chain) -> list[OffloadKey]:
+    def begin(self, keys: Keys, chain: Chain) -> list[OffloadKey]:
         """Gives blocks of ``chain`` to the tier. Returns those that it has taken on."""
         lease = self._host.prepare_load(keys)
         taken = self._tier.write(keys, lease.slots)
@@ -267,7 +267,7 @@ class TierBlocks:
         log.num_writes += len(taken)
         return taken
 
-    def end(self, keys: Sequence[OffloadKey]) -> list[Chain | None]:
+    def end(self, keys: Keys) -> list[Chain | None]:
         """The tier has reported ``keys``. Returns the chain that each was written for."""
         self._unpin([self._slots.pop(key) for key in keys])
         return [self.chain_of.pop(key) for key in keys]
@@ -276,7 +276,7 @@ class TierBlocks:
         if slots:
             self._host.complete_load(self._host.lease(slots))
 
-    def in_tier(self, keys: Sequence[OffloadKey], chain: Chain) -> Bools:
+    def in_tier(self, keys: Keys, chain: Chain) -> Bools:
         """Returns which of ``keys`` the tier holds, or is being given for ``chain``: if that fails, it is corrected."""
         states = self._tier.contains(keys)
         held: Bools = states == HIT
@@ -288,7 +288,7 @@ class TierBlocks:
                 held[i] = self.chain_of.get(keys[i]) is chain
         return held
 
-    def look(self, keys: Sequence[OffloadKey], chain: Chain) -> tuple[Bools, Bools]:
+    def look(self, keys: Keys, chain: Chain) -> tuple[Bools, Bools]:
         """Returns which of ``keys`` are ``in_tier``, and which are that or can be written: the host has them, and they
         are not being written for another chain."""
         in_tier = self.in_tier(keys, chain)
@@ -342,6 +342,6 @@ class TierBlocks:
         self._tier.delete(list(useless))
 
 
-def among(keys: Sequence[OffloadKey], group: Collection[OffloadKey]) -> Bools:
+def among(keys: Keys, group: Collection[OffloadKey]) -> Bools:
     """Returns which of ``keys`` are in ``group``."""
     return np.fromiter(map(group.__contains__, keys), np.bool_, len(keys)) if group else np.zeros(len(keys), np.bool_)

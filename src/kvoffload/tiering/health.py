@@ -11,12 +11,12 @@ import enum
 import logging
 import math
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import compress
 
 import numpy as np
 
-from kvoffload.abc import Ability, OffloadKey, TierError
+from kvoffload.abc import Ability, Keys, OffloadKey, TierError
 from kvoffload.cache.bills import TenantCounts
 from kvoffload.cache.manager import READ_STATE_EVERY_S
 from kvoffload.tiering.common import Common, TierSettings
@@ -267,7 +267,7 @@ class OpenQuestions:
         """When the latest keys were asked for of which an answer was late. Keys that are asked for together count as
         one lookup."""
 
-    def forget(self, keys: Sequence[OffloadKey]) -> None:
+    def forget(self, keys: Keys) -> None:
         """Takes in that the tier has answered for ``keys``."""
         if self.asked_at:
             for key in keys:
@@ -278,7 +278,7 @@ class OpenQuestions:
         while self.asked_at and now - next(iter(self.asked_at.values())) > self._deadline_s + MISS_TTL_S:
             self.asked_at.popitem(last=False)
 
-    def find_late(self, keys: Sequence[OffloadKey], now: float) -> tuple[list[bool], int]:
+    def find_late(self, keys: Keys, now: float) -> tuple[list[bool], int]:
         """Takes in that the tier does not know yet whether it holds ``keys``. Returns for which of them it is late, and
         how many lookups have failed by that."""
         self.expire(now)
@@ -342,7 +342,7 @@ class TierState:
         self.questions = OpenQuestions(lookup_ms / 1000)
         self.reads: dict[OffloadKey, ReadBatch] = {}
         """Blocks under way from the tier to the host."""
-        self.probe: Sequence[OffloadKey] = ()
+        self.probe: Keys = ()
         """Blocks of which one is to be read as a test while reads are half open."""
         self._num_failed_lookups = 0
         self.gauges = TierGauges(self)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.abc import Awaited, Miss, MissReason, Need, OffloadKey, States
+from kvoffload.abc import Awaited, Keys, Miss, MissReason, Need, OffloadKey, States
 from kvoffload.abc.tier import HIT, MISS, PENDING, RETRY
 from kvoffload.cache.keys import key_group_idx, num_of_group
 from kvoffload.tiering.common import Common
@@ -87,7 +87,7 @@ class LoadGate:
         share = (most - num_states) // max(1, num_groups - num_states)
         return share - num_of_group(pinned, key_group_idx(key))
 
-    def num_worth_loading(self, search: TierSearch, keys: Sequence[OffloadKey], sources: Sources) -> int:
+    def num_worth_loading(self, search: TierSearch, keys: Keys, sources: Sources) -> int:
         """Returns how many leading blocks of a run are to be loaded; the rest is faster to compute. With states all of
         it is loaded, or nothing: then the request that waits does not want its states any more."""
         wait, num_ahead, num_states = search.wait, [], []
@@ -127,13 +127,13 @@ class LoadGate:
         return tier.num_reading + self._waits.reads.num_queued[tier.index]
 
 
-def find_hit(search: TierSearch, keys: Sequence[OffloadKey], need: Need) -> tuple[States, Coming]:
+def find_hit(search: TierSearch, keys: Keys, need: Need) -> tuple[States, Coming]:
     """Answers a request that may wait. Returns the states of ``keys``, and the blocks to be promoted for it."""
     find = {Need.RUN: _find_run, Need.LAST: _find_last, Need.ALL: _find_all}[need]
     return find(search, keys)
 
 
-def _find_run(search: TierSearch, keys: Sequence[OffloadKey]) -> tuple[States, Coming]:
+def _find_run(search: TierSearch, keys: Keys) -> tuple[States, Coming]:
     """Finds the leading blocks of ``keys``, all of one KV cache group."""
     num_ready = room = len(keys)
     found: list[OffloadKey] = []
@@ -169,7 +169,7 @@ def _find_run(search: TierSearch, keys: Sequence[OffloadKey]) -> tuple[States, C
     return states, dict(zip(found, held_by.tolist(), strict=False))
 
 
-def _find_last(search: TierSearch, keys: Sequence[OffloadKey]) -> tuple[States, Coming]:
+def _find_last(search: TierSearch, keys: Keys) -> tuple[States, Coming]:
     """Finds the last of ``keys`` that the host or a tier holds, or for which a tier must be asked again. Tiers are
     asked only for those behind the last one in the host."""
     there = host_states(search, keys)
@@ -193,7 +193,7 @@ def _find_last(search: TierSearch, keys: Sequence[OffloadKey]) -> tuple[States, 
     return states, coming
 
 
-def _find_all(search: TierSearch, keys: Sequence[OffloadKey]) -> tuple[States, Coming]:
+def _find_all(search: TierSearch, keys: Keys) -> tuple[States, Coming]:
     states, coming = host_states(search, keys), Coming()
     below = np.flatnonzero(states != HIT)
     if len(below):
@@ -218,7 +218,7 @@ def _with_room(search: TierSearch, coming: Coming) -> Coming:
     return {}
 
 
-def host_states(search: TierSearch, keys: Sequence[OffloadKey]) -> States:
+def host_states(search: TierSearch, keys: Keys) -> States:
     """Returns the states of ``keys`` in the host. Those that are pinned for the request are not looked up again."""
     pinned = () if search.wait is None else search.wait.pinned
     if not pinned:
@@ -231,9 +231,7 @@ def host_states(search: TierSearch, keys: Sequence[OffloadKey]) -> States:
     return states
 
 
-def states_below(
-    search: TierSearch, chain: Sequence[OffloadKey], at: npt.NDArray[np.intp], in_host: States
-) -> tuple[States, Sources]:
+def states_below(search: TierSearch, chain: Keys, at: npt.NDArray[np.intp], in_host: States) -> tuple[States, Sources]:
     """Returns states and sources of the keys of ``chain`` with the indices ``at``, none of which the host can load now;
     ``in_host`` are their states there.
 
@@ -274,7 +272,7 @@ def states_below(
     return states, sources
 
 
-def _in_time(search: TierSearch, tier: TierState, keys: Sequence[OffloadKey], states: States) -> States:
+def _in_time(search: TierSearch, tier: TierState, keys: Keys, states: States) -> States:
     """Returns ``states``, the tier's answers, with MISS for keys for which it has no answer within the deadline."""
     is_open = states == RETRY
     if not is_open.any():
@@ -294,9 +292,7 @@ def _in_time(search: TierSearch, tier: TierState, keys: Sequence[OffloadKey], st
     return states
 
 
-def _until_handed_over(
-    search: TierSearch, awaited: Awaited, tier: TierState, keys: Sequence[OffloadKey], states: States
-) -> States:
+def _until_handed_over(search: TierSearch, awaited: Awaited, tier: TierState, keys: Keys, states: States) -> States:
     """Returns ``states``, the tier's answers, with RETRY for keys that another server is still to write there, and has
     the tier look for them."""
     if search.now >= awaited.until:

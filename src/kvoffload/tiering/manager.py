@@ -15,6 +15,7 @@ import numpy as np
 from kvoffload.abc import (
     HandedOver,
     IntegrityError,
+    Keys,
     LoadStoreSpec,
     Miss,
     MissReason,
@@ -87,9 +88,7 @@ class TieredOffloadingManager(TieredManager):
 
     # Lookup. ``lookup`` is the contract's: it calls ``lookup_each`` with Need.RUN.
 
-    def lookup_each(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, need: Need = Need.ALL
-    ) -> States:
+    def lookup_each(self, keys: Keys, req_context: ReqContext | None = None, need: Need = Need.ALL) -> States:
         if req_context is None or not req_context.may_wait:
             return self.host.lookup_each(keys, req_context, need)
         wait = self._waits.get(req_context)
@@ -108,7 +107,7 @@ class TieredOffloadingManager(TieredManager):
             wait.chain = self._steps.touched.pop(req_context.req_id, wait.chain)
         return states
 
-    def states(self, keys: Sequence[OffloadKey], chain: Sequence[OffloadKey] = ()) -> States:
+    def states(self, keys: Keys, chain: Keys = ()) -> States:
         """Returns the state of every key without promoting any, and without counting a request: HIT for one that the
         host or a tier holds, RETRY for one that a tier must be asked for again. ``chain``: what may be looked up
         next."""
@@ -124,7 +123,7 @@ class TieredOffloadingManager(TieredManager):
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
         self._gate.prefill.add(num_tokens, seconds)
 
-    def release_request(self, req_context: ReqContext) -> Mapping[str, Sequence[OffloadKey]]:
+    def release_request(self, req_context: ReqContext) -> Mapping[str, Keys]:
         if self.prefetcher.expected:
             self.prefetcher.forget(req_context)
         wait = self._waits.release(req_context)
@@ -179,20 +178,13 @@ class TieredOffloadingManager(TieredManager):
 
     # Loads and stores.
 
-    def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> LoadStoreSpec:
+    def prepare_load(self, keys: Keys, req_context: ReqContext | None = None) -> LoadStoreSpec:
         return self._waits.take_pins(keys, req_context)
 
-    def complete_load(
-        self, blocks: LoadStoreSpec | Sequence[OffloadKey], req_context: ReqContext | None = None
-    ) -> None:
+    def complete_load(self, blocks: LoadStoreSpec | Keys, req_context: ReqContext | None = None) -> None:
         self.host.complete_load(blocks, req_context)
 
-    def touch(
-        self,
-        keys: Sequence[OffloadKey],
-        req_context: ReqContext | None = None,
-        chain: Sequence[OffloadKey] | None = None,
-    ) -> None:
+    def touch(self, keys: Keys, req_context: ReqContext | None = None, chain: Keys | None = None) -> None:
         if self.prefetcher.expected or self.prefetcher.held:
             self.prefetcher.used(keys, req_context)
         found = self.host.table.find(keys)
@@ -201,10 +193,10 @@ class TieredOffloadingManager(TieredManager):
 
     def end_chain(
         self,
-        keys: Sequence[OffloadKey],
+        keys: Keys,
         stored: Collection[OffloadKey],
         req_context: ReqContext | None = None,
-        chain: Sequence[OffloadKey] | None = None,
+        chain: Keys | None = None,
     ) -> None:
         self.host.end_chain(keys, stored, req_context)
         if req_context is not None and req_context.hints is not None and not self._steps.is_off:
@@ -212,7 +204,7 @@ class TieredOffloadingManager(TieredManager):
         self._steps.end_chain(keys, stored, req_context, keys if chain is None else chain)
         self._steps.write()
 
-    def retain(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Retained:
+    def retain(self, keys: Keys, req_context: ReqContext) -> Retained:
         """Retains ``keys`` in the first tier whose quota has room for all of them, host memory first."""
         hints = req_context.hints
         answer = self.host.retain(keys, req_context)
@@ -220,14 +212,14 @@ class TieredOffloadingManager(TieredManager):
             return answer
         return self._unwritten.retain_below(keys, hints, answer)
 
-    def hand_over(self, keys: Sequence[OffloadKey]) -> HandedOver:
+    def hand_over(self, keys: Keys) -> HandedOver:
         return self._unwritten.hand_over(keys)
 
-    def expect(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+    def expect(self, keys: Keys, req_context: ReqContext) -> None:
         self.prefetcher.expect_now(keys, req_context)
 
     def prepare_store(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, offer: Offer = Offer.COMPUTED
+        self, keys: Keys, req_context: ReqContext | None = None, offer: Offer = Offer.COMPUTED
     ) -> PrepareStoreOutput | None:
         hints = None if req_context is None else req_context.hints
         is_promised = req_context is not None and (req_context.goes_on or (hints is not None and hints.retain_s))
@@ -236,11 +228,11 @@ class TieredOffloadingManager(TieredManager):
             keys = list(compress(keys, (~self._steps.are_written(keys)).tolist()))
         return self.host.prepare_store(keys, req_context, offer)
 
-    def note_device(self, held: Sequence[OffloadKey] = (), left: Sequence[OffloadKey] = ()) -> None:
+    def note_device(self, held: Keys = (), left: Keys = ()) -> None:
         self._steps.note_device(held, left)
 
     def complete_store(
-        self, blocks: LoadStoreSpec | Sequence[OffloadKey], req_context: ReqContext | None = None, success: bool = True
+        self, blocks: LoadStoreSpec | Keys, req_context: ReqContext | None = None, success: bool = True
     ) -> None:
         self.host.complete_store(blocks, req_context, success)
         keys = self.host.table.loadable_keys(blocks.slots) if isinstance(blocks, LoadStoreSpec) else blocks
@@ -248,10 +240,10 @@ class TieredOffloadingManager(TieredManager):
             self._unwritten.entered(keys)
         for tier in self.tiers:
             # After a failure, chains that wait for blocks which were to become ready in the host are planned again.
-            tier.writes.stored(keys if success else list(tier.writes.backlog.awaited))
+            tier.writes.stored(keys if success else list(tier.writes.backlog.waited_for))
         self._steps.write()
 
-    def note_dropped(self, keys: Sequence[OffloadKey]) -> None:
+    def note_dropped(self, keys: Keys) -> None:
         """Counts writes of ``keys``, which the host has no room for."""
         for tier in self.tiers:
             tier.count("dropped_writes", int(np.count_nonzero(tier.writes.lacks(keys))))
@@ -276,7 +268,7 @@ class TieredOffloadingManager(TieredManager):
     def explain_miss(self, key: OffloadKey) -> Miss:
         return explain_miss(key, self.host.explain_miss(key), self._common.reasons.explain(key), self.tiers)
 
-    def drop(self, keys: Sequence[OffloadKey], only_host: bool = False) -> None:
+    def drop(self, keys: Keys, only_host: bool = False) -> None:
         self._waits.drop(keys)
         if self.prefetcher.expected or self.prefetcher.held:
             self.prefetcher.blocks.let_go(keys)

@@ -17,14 +17,14 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.abc import KVGroup, OffloadKey
+from kvoffload.abc import Keys, KVGroup, OffloadKey
 from kvoffload.cache.keys import key_group_idx
 
 Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
-ByGroup: TypeAlias = Sequence[Sequence[OffloadKey]]
+ByGroup: TypeAlias = Sequence[Keys]
 """The blocks of a chain by KV cache group, each in order."""
-Look: TypeAlias = Callable[[Sequence[OffloadKey]], tuple[Bools, Bools]]
+Look: TypeAlias = Callable[[Keys], tuple[Bools, Bools]]
 """Returns which blocks the tier holds or is being given, and which of all are these or can be given to it."""
 
 
@@ -84,7 +84,7 @@ class GroupSpan:
 
     group: KVGroup
     offset: int
-    keys: Sequence[OffloadKey]
+    keys: Keys
     firsts: Ints
     stops: Ints
 
@@ -136,7 +136,7 @@ class WritePlan:
     """Blocks to be written, in order."""
     done: int
     """Units of which the tier lacks nothing that a request needs once they are written."""
-    holes: Sequence[OffloadKey] = ()
+    holes: Keys = ()
     """If nothing else is left to be written before it: the block that the tier lacks and cannot be given now. If that
     is a state, all states with which more could be written, the last one first."""
 
@@ -146,7 +146,7 @@ def plan_writes(layout: ChainLayout, by_group: ByGroup, start: int, stop: int, i
 
     ``is_last``: nothing can be written behind these units.
     """
-    states: Sequence[OffloadKey] = ()
+    states: Keys = ()
     if layout.num_states:
         # Behind the last state no request can resume, until there is another one.
         stop, states = _last_state(layout, by_group, start, stop, look)

@@ -6,13 +6,13 @@ import heapq
 import itertools
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from kvoffload.abc import IntegrityError, Need, OffloadKey, ReqContext
+from kvoffload.abc import IntegrityError, Keys, Need, OffloadKey, ReqContext
 from kvoffload.abc.tier import HIT
 from kvoffload.cache.keys import NAMESPACE_BYTES, seem_of_several_groups
 from kvoffload.cache.manager import PolicyOffloadingManager
@@ -59,7 +59,7 @@ class _Expected:
     """A chain that a request is expected to use."""
 
     name: int | str
-    keys: Sequence[OffloadKey]
+    keys: Keys
     returns_at: float
     """When it is used."""
     until: float
@@ -151,7 +151,7 @@ class PrefetchedBlocks:
         self._sweep_at = -math.inf
         """When blocks whose time is over are looked for again."""
 
-    def hold(self, keys: Sequence[OffloadKey], until: float) -> None:
+    def hold(self, keys: Keys, until: float) -> None:
         """Pins ready blocks."""
         keys = [key for key in keys if key not in self.held]
         slots = self._host.prepare_load(keys).slots.tolist()
@@ -219,7 +219,7 @@ class Prefetcher:
 
     # Requests.
 
-    def expect_return(self, keys: Sequence[OffloadKey], context: ReqContext) -> None:
+    def expect_return(self, keys: Keys, context: ReqContext) -> None:
         """Takes note of the end of a request, which has used the chain ``keys``, if it says when that is used next."""
         hints = context.hints
         if hints is None or hints.drop or hints.expect_return_s is None:
@@ -230,13 +230,13 @@ class Prefetcher:
             returns_at = self._clock() + hints.likely_return_s
             self._add(name, keys, returns_at, returns_at + LEAD_S)
 
-    def expect_now(self, keys: Sequence[OffloadKey], context: ReqContext) -> None:
+    def expect_now(self, keys: Keys, context: ReqContext) -> None:
         """Takes note of a request that waits in the engine's queue and will use the chain ``keys``."""
         now = self._clock()
         self.forget(context)
         self._add(context.req_id, keys, now, now + QUEUED_S)
 
-    def _add(self, name: int | str, keys: Sequence[OffloadKey], returns_at: float, until: float) -> None:
+    def _add(self, name: int | str, keys: Keys, returns_at: float, until: float) -> None:
         if keys and self.blocks.most and len(keys) <= self.chains.max_keys and not seem_of_several_groups(keys):
             chain = _Expected(name, list(keys), returns_at, until)
             self.chains.add(chain, self._due(returns_at, len(keys)))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvoffload.abc import IntegrityError, OffloadKey, ReqContext
+from kvoffload.abc import IntegrityError, Keys, OffloadKey, ReqContext
 from kvoffload.abc.tier import HIT, RETRY
 from kvoffload.tiering.common import Common
 
@@ -49,7 +49,7 @@ class Wait:
     """When a block was last pinned for it."""
     promoted: dict[str, list[OffloadKey]] = field(default_factory=dict)
     """By name of the tier, blocks that have arrived for it, whether or not they are still pinned."""
-    chain: Sequence[OffloadKey] = ()
+    chain: Keys = ()
     """The request's chain, which is offered to the tiers when the request does not wait any more."""
 
     @property

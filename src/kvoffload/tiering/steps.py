@@ -9,7 +9,7 @@ from itertools import compress
 
 import numpy as np
 
-from kvoffload.abc import OffloadKey, ReqContext, Slots, TierResult
+from kvoffload.abc import Keys, OffloadKey, ReqContext, Slots, TierResult
 from kvoffload.cache.bills import MovedBytes
 from kvoffload.tiering.common import Common
 from kvoffload.tiering.health import TierState
@@ -50,7 +50,7 @@ class TierSteps:
         self.moved = MovedBytes(tenants) if tenants is not None and tenants.names else None
         self.max_writing = max(1, int(host.num_blocks * common.settings.write_share) // max(1, len(tiers)))
         """Blocks that one tier writes at a time. Each has its own share: one that hangs stops no other."""
-        self.touched: dict[str, Sequence[OffloadKey]] = {}
+        self.touched: dict[str, Keys] = {}
         """Chains, by request, that were touched since the last ``write``, without those of requests that wait."""
         self._host = host
         self._tiers = tiers
@@ -61,9 +61,7 @@ class TierSteps:
 
     # Requests.
 
-    def touch(
-        self, keys: Sequence[OffloadKey], chain: Sequence[OffloadKey] | None, found: Slots, context: ReqContext | None
-    ) -> None:
+    def touch(self, keys: Keys, chain: Keys | None, found: Slots, context: ReqContext | None) -> None:
         """A request uses ``keys``: its ``chain``, if that is None. ``found``: their slots in the host, -1 for blocks
         that it lacks."""
         is_held_back = False
@@ -90,13 +88,7 @@ class TierSteps:
         for tier in working:
             tier.tier.touch(keys)
 
-    def end_chain(
-        self,
-        keys: Sequence[OffloadKey],
-        stored: Collection[OffloadKey],
-        context: ReqContext | None,
-        chain: Sequence[OffloadKey],
-    ) -> None:
+    def end_chain(self, keys: Keys, stored: Collection[OffloadKey], context: ReqContext | None, chain: Keys) -> None:
         """A request has ended, see ``OffloadingManager.end_chain``."""
         request, num_held_back = None, 0
         if context is not None:
@@ -114,9 +106,7 @@ class TierSteps:
             if tier.takes_chains and (not _ends_session(context) or not promised.isdisjoint(chain)):
                 tier.writes.offer(chain, request, is_whole=True)
 
-    def offer(
-        self, chain: Sequence[OffloadKey], request: str | None, promoted: Mapping[str, Sequence[OffloadKey]]
-    ) -> None:
+    def offer(self, chain: Keys, request: str | None, promoted: Mapping[str, Keys]) -> None:
         """Offers a chain to the tiers. ``promoted``: by tier, what has come from it, which may be the whole chain."""
         for tier in self._tiers:
             if tier.takes_chains and len(promoted.get(tier.name, ())) < len(chain):
@@ -166,14 +156,14 @@ class TierSteps:
                 self.moved.add(tier.name, ended.good.keys, ended.good.nbytes)
         return bool(reads.keys)
 
-    def note_device(self, held: Sequence[OffloadKey] = (), left: Sequence[OffloadKey] = ()) -> None:
+    def note_device(self, held: Keys = (), left: Keys = ()) -> None:
         """See ``OffloadingManager.note_device``. Of what the device holds, blocks leave the host first when all tiers
         have them."""
         self.on_device.difference_update(left)
         self.on_device.update(held)
         self._host.note_device(list(compress(held, self.are_written(held).tolist())) if held else [], left)
 
-    def are_written(self, keys: Sequence[OffloadKey]) -> Bools:
+    def are_written(self, keys: Keys) -> Bools:
         """Returns which of ``keys`` all tiers hold, or will not be given."""
         written = np.ones(len(keys), dtype=np.bool_)
         for tier in self._tiers:

@@ -4,13 +4,13 @@ until it has."""
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from itertools import compress, takewhile
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvoffload.abc import HandedOver, Hints, IntegrityError, OffloadKey, Retained, RetainRefusal, Tier
+from kvoffload.abc import HandedOver, Hints, IntegrityError, Keys, OffloadKey, Retained, RetainRefusal, Tier
 from kvoffload.abc.tier import HIT
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class UnwrittenPins:
         self.slots: dict[OffloadKey, int] = {}
         """Host slots, read only for others; _NOT_PINNED while a block is being copied to the host."""
 
-    def retain_below(self, keys: Sequence[OffloadKey], hints: Hints, in_host: Retained) -> Retained:
+    def retain_below(self, keys: Keys, hints: Hints, in_host: Retained) -> Retained:
         """Retains ``keys`` in the first tier whose quota has room for them, if the host, which has answered
         ``in_host``, has none. What the tier has not got yet stays in host memory until it is written. Or ends what the
         session of ``hints`` has retained."""
@@ -60,7 +60,7 @@ class UnwrittenPins:
                 answer = Retained(refusal)
         return answer
 
-    def hand_over(self, keys: Sequence[OffloadKey]) -> HandedOver:
+    def hand_over(self, keys: Keys) -> HandedOver:
         """Promises ``keys`` to the shared tiers. What one has not got yet stays in host memory until it has, if there
         is room for all of them."""
         places, most = dict[str, str](), 0
@@ -75,7 +75,7 @@ class UnwrittenPins:
                     tier.writes.promised.add(lacking)
         return HandedOver(places, most)
 
-    def num_with_room(self, keys: Sequence[OffloadKey]) -> int:
+    def num_with_room(self, keys: Keys) -> int:
         """Returns how many of ``keys``, which are distinct, may be added, from the first one on. Those that wait
         already count once."""
         new = [i for i, key in enumerate(keys) if key not in self.slots]
@@ -105,7 +105,7 @@ class UnwrittenPins:
             raise IntegrityError("more blocks are pinned for writing than may be")
 
 
-def _lacking(tier: TierState, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+def _lacking(tier: TierState, keys: Keys) -> list[OffloadKey]:
     return list(compress(keys, (tier.tier.contains(keys) != HIT).tolist()))
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from itertools import compress
 
 import numpy as np
 
-from kvoffload.abc import IntegrityError, LoadStoreSpec, MissReason, OffloadKey, ReqContext, Slots, TierError
+from kvoffload.abc import IntegrityError, Keys, LoadStoreSpec, MissReason, OffloadKey, ReqContext, Slots, TierError
 from kvoffload.tiering.common import Common
 from kvoffload.tiering.health import TierState
 from kvoffload.tiering.rates import Ended
@@ -211,7 +211,7 @@ class Waits:
         wait.pinned_at = now
         wait.promoted.setdefault(tier, []).extend(arrived)
 
-    def take_pins(self, keys: Sequence[OffloadKey], context: ReqContext | None) -> LoadStoreSpec:
+    def take_pins(self, keys: Keys, context: ReqContext | None) -> LoadStoreSpec:
         """Returns a lease of ``keys``, as ``prepare_load`` does. The pins of those that have arrived for the request
         pass to it, without looking them up."""
         wait = None if context is None else self._by_request.get(context.req_id)
@@ -224,7 +224,7 @@ class Waits:
         self._forget(wait, keys)
         return self._host.lease(slots)
 
-    def drop(self, keys: Sequence[OffloadKey]) -> None:
+    def drop(self, keys: Keys) -> None:
         """Removes the pins of ``keys`` for all requests."""
         slots = self._host.table.find(keys)
         if self._pins[slots[slots >= 0]].any():
@@ -237,7 +237,7 @@ class Waits:
         if len(slots):
             self._host.complete_load(self._host.lease(slots))
 
-    def _forget(self, wait: Wait, keys: Sequence[OffloadKey]) -> Slots:
+    def _forget(self, wait: Wait, keys: Keys) -> Slots:
         """Returns the slots of those of ``keys`` that were pinned for ``wait``; the pins are the caller's."""
         pinned = wait.pinned
         slots = np.array([pinned.pop(key) for key in keys if key in pinned], dtype=np.int64)

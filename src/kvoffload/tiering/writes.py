@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, KeysView, Sequence
+from collections.abc import Callable, Collection, KeysView
 from functools import partial
 
 import numpy as np
 
-from kvoffload.abc import Admission, IntegrityError, MissReason, OffloadKey, Tier, TierError
+from kvoffload.abc import Admission, IntegrityError, Keys, MissReason, OffloadKey, Tier, TierError
 from kvoffload.abc.tier import HIT, MISS, PENDING
 from kvoffload.tiering.chains import Backlog, Chain, ChainState, TierBlocks, among
 from kvoffload.tiering.common import Common
@@ -100,23 +100,23 @@ class WriteThrough:
     @property
     def is_busy(self) -> bool:
         """Whether there is a backlog, or promised blocks are being written, and the tier makes progress."""
-        urgent = (self.backlog.awaited, self.promised.deadlines)
+        urgent = (self.backlog.waited_for, self.promised.deadlines)
         has_work = self.backlog.num_ready > 0 or not all(map(self.writing.isdisjoint, urgent))
         return has_work and self._clock() - self._pace.progress_at < PATIENCE_S
 
-    def lacks(self, keys: Sequence[OffloadKey]) -> Bools:
+    def lacks(self, keys: Keys) -> Bools:
         """Returns which of ``keys`` are worth having in the host, so that they can be written: the tier neither holds
         them nor is being given them, and the admission accepts them."""
         return ~(self.is_done(keys) | among(keys, self.writing))
 
-    def is_done(self, keys: Sequence[OffloadKey]) -> Bools:
+    def is_done(self, keys: Keys) -> Bools:
         """Returns which of ``keys`` the tier holds, or will not be given."""
         done: Bools = self._tier.contains(keys) == HIT
         if self.admission is not None and not done.all():
             done |= ~np.array(self.admission.accepts(keys), dtype=np.bool_)
         return done
 
-    def may_write(self, keys: Sequence[OffloadKey], request: str) -> bool:
+    def may_write(self, keys: Keys, request: str) -> bool:
         """Returns whether some of ``keys``, of the chain of ``request``, are being written, or will be as soon as the
         tier takes them on or has written others."""
         if not self.writing.isdisjoint(keys):
@@ -130,7 +130,7 @@ class WriteThrough:
 
     # What happens elsewhere.
 
-    def offer(self, keys: Sequence[OffloadKey], request: str | None, is_whole: bool) -> None:
+    def offer(self, keys: Keys, request: str | None, is_whole: bool) -> None:
         """Adds ``keys``, the chain of ``request``, to the backlog: head first, the groups merged by the position at
         which blocks end. It takes the place of the chain that was offered for the same request before. If the tier
         holds all of it, there is nothing to do."""
@@ -172,7 +172,7 @@ class WriteThrough:
                     num_units = accepted.index(False) // per_unit
         return num_units
 
-    def _holds(self, keys: Sequence[OffloadKey]) -> bool:
+    def _holds(self, keys: Keys) -> bool:
         """Returns whether the tier certainly holds all of ``keys``. The last one, which is lacking if others are, is
         looked up first. A shared tier would have to ask its medium."""
         if self._tier.is_shared or not keys or self._tier.contains(keys[-1:])[0] != HIT:
@@ -285,7 +285,7 @@ class WriteThrough:
 
     # The end of a chain.
 
-    def _stop(self, chain: Chain, holes: Sequence[OffloadKey]) -> None:
+    def _stop(self, chain: Chain, holes: Keys) -> None:
         """Stops writing the chain where the tier lacks ``holes`` and cannot be given any of them now, see WritePlan."""
         # The last blocks of a request are still on their way to the host when it ends.
         pending = (self._host.table.states(holes) == PENDING).tolist()
