@@ -189,7 +189,8 @@ class TieredOffloadingManager(TieredManager):
             self.prefetcher.used(keys, req_context)
         found = self.host.table.find(keys)
         self.host.touch(keys, req_context, chain, found)
-        self._steps.touch(keys, chain, found, req_context)
+        for tier in self._steps.touch(keys, chain, found, req_context):
+            tier.tier.touch(keys)
 
     def end_chain(
         self,

@@ -61,9 +61,9 @@ class TierSteps:
 
     # Requests.
 
-    def touch(self, keys: Keys, chain: Keys | None, found: Slots, context: ReqContext | None) -> None:
+    def touch(self, keys: Keys, chain: Keys | None, found: Slots, context: ReqContext | None) -> list[TierState]:
         """A request uses ``keys``: its ``chain``, if that is None. ``found``: their slots in the host, -1 for blocks
-        that it lacks."""
+        that it lacks. Returns the tiers in which this is a use now."""
         is_held_back = False
         # With states, a request's chain has other keys at its end than at its begin.
         if chain is None and context is not None:
@@ -79,14 +79,13 @@ class TierSteps:
             if tier.writes.admission is not None:
                 tier.writes.admission.count(chain, context)
         if is_held_back:
-            return
+            return []
         if context is not None and context.may_wait and (found < 0).all():
             if not _ends_session(context):
                 self.touched[context.req_id] = chain
         elif not _ends_session(context):
             self.offer(chain, None if context is None else context.req_id, {})
-        for tier in working:
-            tier.tier.touch(keys)
+        return working
 
     def end_chain(self, keys: Keys, stored: Collection[OffloadKey], context: ReqContext | None, chain: Keys) -> None:
         """A request has ended, see ``OffloadingManager.end_chain``."""
