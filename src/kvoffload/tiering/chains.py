@@ -84,7 +84,7 @@ class Chain:
     def grow(self, keys: list[OffloadKey], by_group: list[list[OffloadKey]], num_units: int, is_whole: bool) -> None:
         """The chain, which is GONE, has these blocks from now on."""
         if is_whole or keys[: len(self.keys)] != self.keys:
-            # Otherwise what is done is not looked up again.
+            # Another chain, or the last offer of this one: all of it is looked up again.
             self.done = self.verify_at = self.losses = 0
         self.keys, self.by_group, self.num_units, self.is_whole = keys, by_group, num_units, is_whole
         self.num_writes_before = self.log.num_writes

@@ -1,7 +1,7 @@
 """The health of tiers: their failures and hangs, and what each of them costs requests.
 
 Reading a tier and writing to it are two abilities, each with a ``CircuitBreaker`` that decides when it is used.
-``TierState`` is what the manager and its parts call a tier: the guarded tier (``TierState.tier``) with its reads under
+``LowerTier`` is what the manager and its parts call a tier: the guarded tier (``LowerTier.tier``) with its reads under
 way and everything else that is known about it.
 """
 
@@ -294,7 +294,7 @@ class OpenQuestions:
 class TierGauges:
     """The sizes and the state of ``tier``, and the counts of its tenants, by names of METRICS."""
 
-    def __init__(self, tier: TierState) -> None:
+    def __init__(self, tier: LowerTier) -> None:
         self._tier = tier
         self._num_evicted = 0
         """Blocks that it had evicted when that was last counted."""
@@ -319,7 +319,7 @@ class TierGauges:
         return gauges
 
 
-class TierState:
+class LowerTier:
     """A tier with its reads under way, the health of its abilities, its read rate and its write-through.
 
     Read its attributes freely; change them through its methods. ``index``: its place among the tiers of the manager,

@@ -16,7 +16,7 @@ from kvoffload.abc import Awaited, Keys, Miss, MissReason, Need, OffloadKey, Sta
 from kvoffload.abc.tier import HIT, MISS, PENDING, RETRY
 from kvoffload.cache.keys import key_group_idx, num_of_group
 from kvoffload.tiering.common import Common
-from kvoffload.tiering.health import TierState
+from kvoffload.tiering.health import LowerTier
 from kvoffload.tiering.plan import ChainLayout
 from kvoffload.tiering.rates import MovingRate, ReadEstimator
 from kvoffload.tiering.reads import PROMOTION_SHARE, Wait
@@ -122,7 +122,7 @@ class LoadGate:
             self.reasons.record([state], MissReason.FASTER_TO_COMPUTE)
         return is_worth
 
-    def _num_ahead(self, tier: TierState) -> int:
+    def _num_ahead(self, tier: LowerTier) -> int:
         """Returns how many blocks the tier is to read before others."""
         return tier.num_reading + self._waits.reads.num_queued[tier.index]
 
@@ -272,7 +272,7 @@ def states_below(search: TierSearch, chain: Keys, at: npt.NDArray[np.intp], in_h
     return states, sources
 
 
-def _in_time(search: TierSearch, tier: TierState, keys: Keys, states: States) -> States:
+def _in_time(search: TierSearch, tier: LowerTier, keys: Keys, states: States) -> States:
     """Returns ``states``, the tier's answers, with MISS for keys for which it has no answer within the deadline."""
     is_open = states == RETRY
     if not is_open.any():
@@ -292,7 +292,7 @@ def _in_time(search: TierSearch, tier: TierState, keys: Keys, states: States) ->
     return states
 
 
-def _until_handed_over(search: TierSearch, awaited: Awaited, tier: TierState, keys: Keys, states: States) -> States:
+def _until_handed_over(search: TierSearch, awaited: Awaited, tier: LowerTier, keys: Keys, states: States) -> States:
     """Returns ``states``, the tier's answers, with RETRY for keys that another server is still to write there, and has
     the tier look for them."""
     if search.now >= awaited.until:
@@ -344,7 +344,7 @@ def _seconds_per_block(estimator: ReadEstimator, num_ahead: int, now: float) -> 
     return None if is_outdated else estimator.seconds_to_read(1)
 
 
-def explain_miss(key: OffloadKey, host: Miss, own: Miss, tiers: Sequence[TierState]) -> Miss:
+def explain_miss(key: OffloadKey, host: Miss, own: Miss, tiers: Sequence[LowerTier]) -> Miss:
     """Returns why ``key`` cannot be loaded now. ``host``: why the host lacks it; ``own``: why it was not promoted."""
     own = replace(own, policy=host.policy)
     for tier in tiers:

@@ -34,7 +34,7 @@ from kvoffload.abc.tier import HIT, PENDING, RETRY
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.tiering.common import WRITE_SHARE, Common, TieringSettings, TierSettings
 from kvoffload.tiering.guard import GuardedTier
-from kvoffload.tiering.health import TierState
+from kvoffload.tiering.health import LowerTier
 from kvoffload.tiering.lookup import LoadGate, TierSearch, explain_miss, find_hit, states_below
 from kvoffload.tiering.prefetch import Prefetcher
 from kvoffload.tiering.rates import by_direction
@@ -77,10 +77,10 @@ class TieredOffloadingManager(TieredManager):
         self._clock = clock
         self._unwritten = self._common.unwritten
         self.tiers = self._common.tiers = tuple(
-            TierState(self._common, i, GuardedTier(tier, host.history.has_events), random)
+            LowerTier(self._common, i, GuardedTier(tier, host.history.has_events), random)
             for i, tier in enumerate(tiers)
         )
-        """State of each tier; read only."""
+        """The fastest first; read only."""
         self._waits = Waits(self._common)
         self._gate = LoadGate(self._common, self._waits)
         self._steps = TierSteps(self._common, self._waits)

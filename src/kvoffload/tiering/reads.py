@@ -15,7 +15,7 @@ from kvoffload.abc.tier import HIT, RETRY
 from kvoffload.tiering.common import Common
 
 if TYPE_CHECKING:
-    from kvoffload.tiering.health import TierState
+    from kvoffload.tiering.health import LowerTier
 
 PROMOTION_SHARE = 0.5
 """At most this share of the host's blocks is being read from lower tiers, or pinned for requests that waited for them.
@@ -183,7 +183,7 @@ class Reads:
                 sources[left[i]] = tier.index
         return {key: source for key, source in sources.items() if source >= 0}
 
-    def probe(self, tier: TierState, now: float) -> bool:
+    def probe(self, tier: LowerTier, now: float) -> bool:
         """Reads a block for no request from a tier that was paused, to see whether it works again, if there is room
         for it."""
         keys = tier.probe

@@ -12,7 +12,7 @@ import numpy as np
 from kvoffload.abc import Keys, OffloadKey, ReqContext, Slots, TierResult
 from kvoffload.cache.bills import MovedBytes
 from kvoffload.tiering.common import Common
-from kvoffload.tiering.health import TierState
+from kvoffload.tiering.health import LowerTier
 from kvoffload.tiering.plan import Bools
 from kvoffload.tiering.rates import by_direction
 from kvoffload.tiering.waits import Waits
@@ -61,7 +61,7 @@ class TierSteps:
 
     # Requests.
 
-    def touch(self, keys: Keys, chain: Keys | None, found: Slots, context: ReqContext | None) -> list[TierState]:
+    def touch(self, keys: Keys, chain: Keys | None, found: Slots, context: ReqContext | None) -> list[LowerTier]:
         """A request uses ``keys``: its ``chain``, if that is None. ``found``: their slots in the host, -1 for blocks
         that it lacks. Returns the tiers in which this is a use now."""
         is_held_back = False
@@ -140,7 +140,7 @@ class TierSteps:
         self.write()
         return changed | self.may_change
 
-    def _take_in(self, tier: TierState, results: Sequence[TierResult]) -> bool:
+    def _take_in(self, tier: LowerTier, results: Sequence[TierResult]) -> bool:
         """Takes in transfers of a tier that have ended. Returns whether there were reads."""
         reads, writes = by_direction(results)
         if writes.keys:
@@ -188,7 +188,7 @@ class TierSteps:
                 return changed | self.poll()
         return changed
 
-    def switch_off(self, tier: TierState, reason: str, effect: str = SERVED_WITHOUT) -> None:
+    def switch_off(self, tier: LowerTier, reason: str, effect: str = SERVED_WITHOUT) -> None:
         """Stops reading and writing the tier, for good. Logs ``reason`` and ``effect``."""
         if not tier.is_off:
             tier.switch_off()

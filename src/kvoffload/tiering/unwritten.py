@@ -16,7 +16,7 @@ from kvoffload.abc.tier import HIT
 if TYPE_CHECKING:
     from kvoffload.tiering.chains import Backlog
     from kvoffload.tiering.common import Common
-    from kvoffload.tiering.health import TierState
+    from kvoffload.tiering.health import LowerTier
 
 UNWRITTEN_SHARE = 0.125
 """At most this share of the host's blocks waits, pinned, to be written to such tiers."""
@@ -105,7 +105,7 @@ class UnwrittenPins:
             raise IntegrityError("more blocks are pinned for writing than may be")
 
 
-def _lacking(tier: TierState, keys: Keys) -> list[OffloadKey]:
+def _lacking(tier: LowerTier, keys: Keys) -> list[OffloadKey]:
     return list(compress(keys, (tier.tier.contains(keys) != HIT).tolist()))
 
 

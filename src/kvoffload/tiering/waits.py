@@ -12,7 +12,7 @@ import numpy as np
 
 from kvoffload.abc import IntegrityError, Keys, LoadStoreSpec, MissReason, OffloadKey, ReqContext, Slots, TierError
 from kvoffload.tiering.common import Common
-from kvoffload.tiering.health import TierState
+from kvoffload.tiering.health import LowerTier
 from kvoffload.tiering.rates import Ended
 from kvoffload.tiering.reads import Reads, Wait
 
@@ -108,12 +108,12 @@ class Waits:
         for wait in list(self._by_request.values()):
             self.release(wait.context)
 
-    def waiting_for(self, tier: TierState) -> set[Wait]:
+    def waiting_for(self, tier: LowerTier) -> set[Wait]:
         """Returns the waits for reads of ``tier``."""
         batches = set(tier.reads.values())
         return {wait for batch in batches for wait in batch.waits if not wait.reading.isdisjoint(batch.slots)}
 
-    def abandon(self, tier: TierState) -> None:
+    def abandon(self, tier: LowerTier) -> None:
         """Ends the waits for blocks of a tier that is no longer used, and of all requests with blocks that are still to
         be read: they look these up again."""
         for wait in self.waiting_for(tier):
@@ -167,7 +167,7 @@ class Waits:
         if other is not None:
             self._unpin(other, other.pinned)
 
-    def end_reads(self, tier: TierState, reads: Ended) -> None:
+    def end_reads(self, tier: LowerTier, reads: Ended) -> None:
         """Takes in reads that have ended: blocks become ready and are pinned for the requests that wait for them, or
         are misses."""
         tier.count("read_seconds", sum(reads.seconds))

@@ -95,7 +95,7 @@ class WriteThrough:
         self.promised = PromisedBlocks(common, self.backlog, tier)
         self._pace = Pace()
 
-    # State.
+    # What the tier has, and lacks.
 
     @property
     def is_busy(self) -> bool:
