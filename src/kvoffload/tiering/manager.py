@@ -91,7 +91,7 @@ class TieredOffloadingManager(TieredManager):
     def lookup_each(self, keys: Keys, req_context: ReqContext | None = None, need: Need = Need.ALL) -> States:
         if req_context is None or not req_context.may_wait:
             return self.host.lookup_each(keys, req_context, need)
-        wait = self._waits.get(req_context)
+        wait = self._waits.get(req_context.req_id)
         if wait is not None and wait.is_waiting and wait.asked_at != self._waits.num_polls:
             return np.full(len(keys), RETRY, dtype=np.uint8)
         if self._steps.is_off or not self._waits.may_ask(wait):
@@ -102,7 +102,7 @@ class TieredOffloadingManager(TieredManager):
         states, coming = find_hit(search, keys, need)
         self._steps.may_change |= search.is_unanswered
         if coming:
-            wait = self._waits.begin(coming, req_context)
+            wait = self._waits.begin(coming, req_context.req_id)
             # It may bring the whole chain.
             wait.chain = self._steps.touched.pop(req_context.req_id, wait.chain)
         return states
@@ -126,7 +126,7 @@ class TieredOffloadingManager(TieredManager):
     def release_request(self, req_context: ReqContext) -> Mapping[str, Keys]:
         if self.prefetcher.expected:
             self.prefetcher.forget(req_context)
-        wait = self._waits.release(req_context)
+        wait = self._waits.release(req_context.req_id)
         if wait is None:
             return {}
         if wait.chain:

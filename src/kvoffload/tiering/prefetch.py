@@ -50,7 +50,7 @@ PIECE = 1024
 """Keys that are looked up for a batch, after the first one of a chain."""
 TIME_SHARE = 0.5
 """Tiers are read for at most this share of the time."""
-PREFETCH = ReqContext("\0prefetch")
+PREFETCH = "\0prefetch"
 """The request that all promotions are for: one batch is read at a time."""
 
 

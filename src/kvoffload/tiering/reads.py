@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvoffload.abc import IntegrityError, Keys, OffloadKey, ReqContext
+from kvoffload.abc import IntegrityError, Keys, OffloadKey
 from kvoffload.abc.tier import HIT, RETRY
 from kvoffload.tiering.common import Common
 
@@ -32,7 +32,6 @@ class Wait:
     ``pinned`` have arrived and cannot be evicted. It waits for ``wanted`` and ``reading``; what further lookups of the
     poll ``asked_at`` find is added. A tier may lose what is wanted."""
 
-    context: ReqContext
     number: int
     """Grows from request to request: a higher number means that it came later."""
     asked_at: int = -1

@@ -58,10 +58,10 @@ class Waits:
 
     # Requests.
 
-    def get(self, context: ReqContext) -> Wait | None:
+    def get(self, request: str) -> Wait | None:
         if self._begun:
             self._give_up_late(self._clock())
-        return self._by_request.get(context.req_id)
+        return self._by_request.get(request)
 
     def may_ask(self, wait: Wait | None) -> bool:
         """Returns whether tiers are asked for a request that waits for nothing, or was looked up since the last
@@ -73,12 +73,12 @@ class Waits:
         wait.host_only_until = self.num_polls
         return False
 
-    def begin(self, wanted: dict[OffloadKey, int], context: ReqContext) -> Wait:
+    def begin(self, wanted: dict[OffloadKey, int], request: str) -> Wait:
         """Makes the request wait for ``wanted`` too: blocks that are being read, or are in the tiers with these
         indices, which are read from the next ``poll`` on."""
-        wait = self._by_request.get(context.req_id)
+        wait = self._by_request.get(request)
         if wait is None:
-            wait = self._by_request[context.req_id] = Wait(context, next(self._numbers))
+            wait = self._by_request[request] = Wait(next(self._numbers))
         if not wait.is_waiting:
             self._begun.pop(wait, None)
             self._begun[wait] = self._clock()
@@ -94,9 +94,9 @@ class Waits:
                 tier.reads[key].waits.pop(wait, None)
         wait.reading.clear()
 
-    def release(self, context: ReqContext) -> Wait | None:
+    def release(self, request: str) -> Wait | None:
         """Ends the request's wait, with its pins, and returns it."""
-        wait = self._by_request.pop(context.req_id, None)
+        wait = self._by_request.pop(request, None)
         if wait is not None:
             self.end(wait)
             self._begun.pop(wait, None)
@@ -105,8 +105,8 @@ class Waits:
         return wait
 
     def release_all(self) -> None:
-        for wait in list(self._by_request.values()):
-            self.release(wait.context)
+        for request in list(self._by_request):
+            self.release(request)
 
     def waiting_for(self, tier: LowerTier) -> set[Wait]:
         """Returns the waits for reads of ``tier``."""
