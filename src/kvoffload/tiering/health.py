@@ -385,13 +385,18 @@ class LowerTier:
             self.reads.update(dict.fromkeys(taken, batch))
         return taken
 
-    def end_reads(self, reads: Ended, now: float) -> list[ReadBatch]:
-        """Takes in reads that have ended. Returns the batch of each."""
+    def end_reads(self, reads: Ended, now: float) -> Mapping[ReadBatch, Keys]:
+        """Takes in reads that have ended. Returns their keys by batch."""
         batches = list(map(self.reads.pop, reads.keys))
         late = self.read_health.ended(reads, now)
         in_time = Ended([result for result in reads.results if result.key not in late]) if late else reads
         self.estimator.add(in_time, now)
-        return batches
+        if batches.count(batches[0]) == len(batches):
+            return {batches[0]: reads.keys}
+        keys_of: dict[ReadBatch, list[OffloadKey]] = {}
+        for key, batch in zip(reads.keys, batches, strict=True):
+            keys_of.setdefault(batch, []).append(key)
+        return keys_of
 
     def write(self, room: int, now: float) -> None:
         """Begins to write at most ``room`` blocks of the backlog: one, if that is a test."""

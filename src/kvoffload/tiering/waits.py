@@ -173,29 +173,29 @@ class Waits:
         tier.count("read_seconds", sum(reads.seconds))
         tier.count("read_bytes", sum(reads.good.nbytes))
         now = self._clock()
-        batches = tier.end_reads(reads, now)
-        good = {key: batch.slots.pop(key) for key, batch in zip(reads.keys, batches, strict=True)}
-        if not reads.all_ok:
-            errors = {result.key: result.error for result in reads.results if result.error is not None}
-            self._host.take_back(self._host.lease([good.pop(key) for key in errors]))
-            tier.writes.note_lost(len(errors))
-            for key, error in errors.items():
-                reason, counter = FAILED.get(error, FAILED[TierError.IO])
-                self._reasons.record([key], reason)
-                if counter:
-                    tier.count(counter, 1)
-        if good:
-            self._host.complete_store(self._host.lease(good.values()))
-            self._counts["promoted_blocks"] += len(good)
-            for other in self._tiers:
-                other.writes.stored(good.keys())
-        for wait in dict.fromkeys(wait for batch in dict.fromkeys(batches) for wait in batch.waits):
-            arrived = good
-            if not wait.reading.issuperset(good):
-                arrived = {key: slot for key, slot in good.items() if key in wait.reading}
-            wait.reading.difference_update(reads.keys)
-            if arrived:
-                self._pin(wait, arrived, tier.name, now)
+        errors = {} if reads.all_ok else {each.key: each.error for each in reads.results if each.error is not None}
+        for batch, keys in tier.end_reads(reads, now).items():
+            good = dict(zip(keys, map(batch.slots.pop, keys), strict=True))
+            if errors:
+                self._host.take_back(self._host.lease([good.pop(key) for key in keys if key in errors]))
+            if good:
+                self._host.complete_store(self._host.lease(good.values()))
+                self._counts["promoted_blocks"] += len(good)
+                for other in self._tiers:
+                    other.writes.stored(good.keys())
+            for wait in batch.waits:
+                arrived = good
+                if not wait.reading.issuperset(good):
+                    arrived = {key: slot for key, slot in good.items() if key in wait.reading}
+                wait.reading.difference_update(keys)
+                if arrived:
+                    self._pin(wait, arrived, tier.name, now)
+        for key, error in errors.items():
+            tier.writes.note_lost(1)
+            reason, counter = FAILED.get(error, FAILED[TierError.IO])
+            self._reasons.record([key], reason)
+            if counter:
+                tier.count(counter, 1)
 
     # Pins.
 

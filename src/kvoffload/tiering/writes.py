@@ -36,23 +36,19 @@ class Pace:
     def __init__(self) -> None:
         self.progress_at = -math.inf
         """When a write last began or ended, or a chain was offered."""
-        self._refused_at = -math.inf
+        self.refused_at = -math.inf
         """When the tier last took on nothing, unless it has done something since."""
         self._idle_since = math.inf
         """Since when the tier takes on nothing although it has nothing to do."""
 
-    def may_ask(self, now: float) -> bool:
-        """Returns whether the tier is given more blocks now."""
-        return now - self._refused_at >= REFUSAL_S
-
     def progressed(self, now: float) -> None:
         """A write has begun or ended."""
-        self.progress_at, self._refused_at, self._idle_since = now, -math.inf, math.inf
+        self.progress_at, self.refused_at, self._idle_since = now, -math.inf, math.inf
 
     def refused(self, now: float, is_idle: bool) -> bool:
         """The tier has refused some blocks; ``is_idle``: although it has nothing to do. Returns whether their chain is
         to be dropped."""
-        self._refused_at = now
+        self.refused_at = now
         self._idle_since = min(self._idle_since, now) if is_idle else math.inf
         gives_up = now - self._idle_since > GIVE_UP_S
         if gives_up:
@@ -205,7 +201,7 @@ class WriteThrough:
     def pump(self, room: int) -> list[OffloadKey]:
         """Begins to write as much of the backlog as the tier takes on, at most ``room`` blocks. Returns these."""
         begun: list[OffloadKey] = []
-        if not self._pace.may_ask(self._clock()):
+        if self._clock() - self._pace.refused_at < REFUSAL_S:
             return begun
         self.backlog.wake_rested(self._clock())
         while len(begun) < room and (chain := self.backlog.next()) is not None:
