@@ -19,7 +19,7 @@ from kvoffload.tiering import chains, writes
 from kvoffload.tiering.chains import TierBlocks
 from kvoffload.tiering.health import MAX_FAILURES
 from kvoffload.tiering.plan import Bools, ChainLayout, Look, WritePlan, plan_writes
-from kvoffload.tiering.waits import Wait, Waits
+from kvoffload.tiering.waits import Waits
 from kvoffload.tiers.disk.blockio import Batch, BlockIO
 from kvoffload.tiers.disk.format import payload_checksums
 from kvoffload.tiers.disk.tier import DiskTier
@@ -373,7 +373,7 @@ def host_slot_freed_while_a_read_into_it_is_under_way(
 ) -> None:
     host, end = server.engine.policy_manager, Waits.end
 
-    def free_at_once(waits: Waits, wait: Wait) -> None:
+    def free_at_once(waits: Waits, wait: Any) -> None:
         host.complete_store(list(wait.reading), success=False)
         end(waits, wait)
 

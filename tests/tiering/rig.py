@@ -278,7 +278,7 @@ def below(num_blocks: int, **options: Any) -> tuple[Rig, list[OffloadKey]]:
 
 def arrived(manager: TieredOffloadingManager, context: ReqContext) -> dict[str, int]:
     """Returns how many blocks have arrived for a request, by tier, and leaves them pinned."""
-    wait = manager._waits.get(context)
+    wait = manager._waits.get(context.req_id)
     return {} if wait is None else {tier: len(keys) for tier, keys in wait.promoted.items()}
 
 

@@ -6,14 +6,14 @@ import pytest
 
 from kvoffload.abc import IntegrityError
 from kvoffload.tiering import chains
-from kvoffload.tiering.chains import Backlog, Chain, ChainState, WriteOutcome
+from kvoffload.tiering.chains import Backlog, Chain, ChainState
 
 FRESH, STARTED = ChainState.FRESH, ChainState.STARTED
 
 
 def chain(name: str, n: int = 3) -> Chain:
     keys = [f"{name}{i}".encode() for i in range(n)]
-    return Chain(keys, [keys], n, is_whole=False, request=name)
+    return Chain(name, keys, [keys], n)
 
 
 def backlog_of(*all_chains: Chain, max_keys: int = 100) -> Backlog:
@@ -41,12 +41,12 @@ def test_a_waiting_chain_is_woken_by_its_block() -> None:
     for each in (a, b):
         backlog.move(each, ChainState.WAITING, [b"x"])
     assert not backlog.num_ready
-    assert list(backlog.awaited) == [b"x"]
+    assert list(backlog.waited_for) == [b"x"]
     assert not backlog.wake([b"w"])
-    b.history.fates[b"b0"] = WriteOutcome.WRITTEN
+    b.log.given.add(b"b0")
     assert backlog.wake([b"x"])
     assert (a.state, b.state) == (FRESH, STARTED)
-    assert not backlog.awaited
+    assert not backlog.waited_for
     backlog.check_integrity()
 
 

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from kvoffload.abc import IntegrityError, LoadStoreSpec, OffloadKey, ReqContext, TierError
-from kvoffload.tiering.waits import Wait
+from kvoffload.tiering.reads import Wait
 from tests.scale import scaled
 from tests.sim.memory_tier import StoredBlock, checksum_of
 from tests.tiering.rig import A, Rig, below, chain, content
@@ -40,7 +40,7 @@ class Walk:
 
     def ask(self) -> None:
         name, keys = self.rng.choice(NAMES), self.rng.choice(CHAINS)
-        wait = self.manager._waits.get(ReqContext(name))
+        wait = self.manager._waits.get(name)
         if wait is None or not (wait.is_waiting or wait.host_only_until >= self.manager._waits.num_polls):
             self.asking_since.pop(name, None)
         num_found = self.manager.lookup(keys, ReqContext(name))
@@ -153,7 +153,7 @@ def test_the_check_finds_a_wait_that_does_not_end_as_it_should(bug, message: str
     rig.manager.lookup(keys, A)
     with rig.executor.hold():
         rig.manager.poll()
-    wait = rig.manager._waits.get(A)
+    wait = rig.manager._waits.get(A.req_id)
     assert wait is not None
     bug(wait, rig)
     with pytest.raises(IntegrityError, match=message):

@@ -8,7 +8,7 @@ medium. A *store* copies from device to host, a *load* from host to device.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -23,6 +23,7 @@ BlockHash: TypeAlias = bytes
 
 OffloadKey: TypeAlias = bytes
 """Identifies a block: the block hash of its last hash-block, then the group index as a big-endian u32."""
+Keys: TypeAlias = Sequence[OffloadKey]
 
 
 Slots: TypeAlias = npt.NDArray[np.int64]

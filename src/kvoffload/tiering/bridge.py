@@ -21,6 +21,7 @@ from kvoffload.abc import (
     NOT_SET,
     ByteArray,
     ConfigError,
+    Keys,
     KVGroup,
     Miss,
     MissReason,
@@ -132,7 +133,7 @@ class TierBridge:
 
     # Jobs.
 
-    def lookup(self, keys: Sequence[OffloadKey], chain: Sequence[OffloadKey] = ()) -> States:
+    def lookup(self, keys: Keys, chain: Keys = ()) -> States:
         """Returns HIT, MISS or RETRY per key. RETRY: a tier has been asked, look again; it becomes MISS after
         ``lookup_deadline_ms``. ``chain``: what the request may look up next, behind ``keys``, so that a store beyond a
         network is asked for all of it at once."""
@@ -149,9 +150,7 @@ class TierBridge:
             self._jobs.wake.set()
         return states
 
-    def store(
-        self, job: int, keys: Sequence[OffloadKey], pages: Sequence[Page], chain: Sequence[OffloadKey], request: str
-    ) -> None:
+    def store(self, job: int, keys: Keys, pages: Sequence[Page], chain: Keys, request: str) -> None:
         """Begins to store ``keys[i]`` from ``pages[i]``. The pages must not change until ``finished`` reports the job.
 
         ``chain`` is the request's whole chain so far, head first, the KV cache groups merged by the position at which
@@ -161,7 +160,7 @@ class TierBridge:
         """
         self._submit(job, keys, pages, self._chain(request, chain))
 
-    def load(self, job: int, keys: Sequence[OffloadKey], pages: Sequence[Page], request: str) -> None:
+    def load(self, job: int, keys: Keys, pages: Sequence[Page], request: str) -> None:
         """Begins to load ``keys[i]`` into ``pages[i]``. What has not arrived after ``load_deadline_ms`` is missing in
         the report, and so is what is corrupt or gone. The content of the pages of such keys is undefined."""
         self._submit(job, keys, pages, is_use=False)
@@ -169,7 +168,7 @@ class TierBridge:
     def _submit(
         self,
         number: int | None,
-        keys: Sequence[OffloadKey],
+        keys: Keys,
         pages: Sequence[Page],
         chain: RequestChain | None = None,
         is_use: bool = True,
@@ -181,37 +180,34 @@ class TierBridge:
         self._jobs.submit(job)
         return job
 
-    def _chain(self, request: str, chain: Sequence[OffloadKey]) -> RequestChain:
+    def _chain(self, request: str, chain: Keys) -> RequestChain:
         return RequestChain(request, chain, len(chain), self._thread.namespace)
 
     def finished(self) -> list[JobEnd]:
         """Returns the jobs that have ended since the last call, each once."""
         return self._jobs.finished()
 
-    def end_request(self, request: str, chain: Sequence[OffloadKey]) -> None:
+    def end_request(self, request: str, chain: Keys) -> None:
         """Takes in that a request has ended: it was one use of ``chain``, which is whole now. Call it once, after the
         last ``store`` of the request; for an aborted one too."""
         self._jobs.submit(self._chain(request, chain))
 
     # Calls that wait.
 
-    def get(self, keys: Sequence[OffloadKey], pages: Sequence[Page]) -> list[bool]:
+    def get(self, keys: Keys, pages: Sequence[Page]) -> list[bool]:
         """Loads ``keys[i]`` into ``pages[i]``, as a use of ``keys``, a chain. Returns which have arrived, after
         ``load_deadline_ms`` at the latest."""
-        job = self._submit(None, keys, pages)
-        self._jobs.wait(job, self._load_deadline_s)
-        return [i in job.done for i in range(len(keys))]
+        return self._jobs.wait(self._submit(None, keys, pages))
 
-    def put(self, keys: Sequence[OffloadKey], pages: Sequence[Page], chain: Sequence[OffloadKey]) -> list[bool]:
+    def put(self, keys: Keys, pages: Sequence[Page], chain: Keys) -> list[bool]:
         """Stores ``keys[i]`` from ``pages[i]``. ``chain``: the whole chain up to the last of them, head first. Returns
         which were taken over, or are held already, after STORE_DEADLINE_S at the latest."""
         whole = self._chain(f"put-{next(self._numbers)}", chain)
         job = self._submit(None, keys, pages, whole, is_use=False)
         self._jobs.submit(whole)
-        self._jobs.wait(job, STORE_DEADLINE_S)
-        return [i in job.done for i in range(len(keys))]
+        return self._jobs.wait(job)
 
-    def exists(self, keys: Sequence[OffloadKey], chain: Sequence[OffloadKey] = ()) -> States:
+    def exists(self, keys: Keys, chain: Keys = ()) -> States:
         """Returns HIT or MISS per key, after ``lookup_deadline_ms`` at the latest."""
         deadline, delay = time.monotonic() + self._lookup_deadline_s, FIRST_DELAY_S
         while ((states := self.lookup(keys, chain)) == RETRY).any() and time.monotonic() < deadline:
@@ -341,10 +337,7 @@ def build_bridge(
     return bridge
 
 
-def _tier_settings(entry: TierConfig | None, bytes_per_block: int) -> TierSettings:
-    """Returns how the tier of ``entry`` is used; None: an open tier that the caller has passed."""
-    if entry is None:
-        return TierSettings()
+def _tier_settings(entry: TierConfig, bytes_per_block: int) -> TierSettings:
     if entry.store_threshold is None:
         return TierSettings(entry.lookup_deadline_ms)
     size = tracker_size((entry.capacity_bytes or 0) // bytes_per_block)

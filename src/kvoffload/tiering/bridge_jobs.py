@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.abc import ByteArray, IntegrityError, OffloadKey
+from kvoffload.abc import ByteArray, IntegrityError, Keys, OffloadKey
 
 Page: TypeAlias = Sequence[npt.NDArray[np.uint8]]
 """The memory of one block: one-dimensional arrays, ``block_bytes`` bytes together, in order."""
@@ -44,7 +44,7 @@ class RequestChain(NamedTuple):
     """The first ``length`` keys of ``keys`` are the chain of ``request`` so far."""
 
     request: str
-    keys: Sequence[OffloadKey]
+    keys: Keys
     length: int
     namespace: bytes
 
@@ -63,7 +63,7 @@ class BridgeJob:
     ``chain``: that of the request whose blocks are stored; None for a load."""
 
     number: int | None
-    keys: Sequence[OffloadKey]
+    keys: Keys
     pages: Sequence[Page]
     namespace: bytes
     since: float
@@ -78,12 +78,9 @@ class BridgeJob:
     """How many of its blocks have been looked at."""
     done: set[int] = field(default_factory=set, init=False)
     """The indices of the blocks that are done."""
-    num_open: int = field(init=False)
-    """Blocks that are neither done nor given up."""
+    num_settled: int = field(default=0, init=False)
+    """Blocks that are done or given up."""
     nbytes: int = field(default=0, init=False)
-
-    def __post_init__(self) -> None:
-        self.num_open = len(self.keys)
 
     @property
     def is_load(self) -> bool:
@@ -148,10 +145,10 @@ class Jobs:
         with self._changed:
             if not job.has_ended:
                 self.num_settled += len(indices)
-                job.num_open -= len(indices)
+                job.num_settled += len(indices)
                 if done:
                     job.done.update(indices)
-                if job.num_open == 0:
+                if job.num_settled == len(job.keys):
                     self._end(job)
 
     def copy(self, job: BridgeJob, indices: Sequence[int], slots: Sequence[int]) -> int:
@@ -190,11 +187,12 @@ class Jobs:
             elif job.state is JobState.OPEN:
                 self._end(job)
 
-    def wait(self, job: BridgeJob, timeout_s: float) -> None:
-        """Returns when ``job`` has ended, or has been stopped after ``timeout_s``."""
+    def wait(self, job: BridgeJob) -> list[bool]:
+        """Returns which blocks of ``job`` are done, when it has ended, or was stopped at its deadline."""
         with self._changed:
-            self._changed.wait_for(lambda: job.has_ended, timeout_s)
+            self._changed.wait_for(lambda: job.has_ended, job.deadline - job.since)
         self.stop([job])
+        return [i in job.done for i in range(len(job.keys))]
 
     def close(self) -> None:
         """Ends all jobs, now and from now on."""

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress, count
@@ -21,7 +21,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from kvoffload.abc import LoadStoreSpec, OffloadKey, ReqContext
+from kvoffload.abc import Keys, LoadStoreSpec, OffloadKey, ReqContext
 from kvoffload.abc.tier import HIT, MISS
 from kvoffload.locks import FairLock
 from kvoffload.tiering.bridge_jobs import BridgeJob, Jobs, RequestChain
@@ -89,9 +89,7 @@ class StoringRequest:
     """What is known of a request."""
 
     keys: list[OffloadKey] = field(default_factory=list)
-    """Its chain so far."""
-    num_used: int = 0
-    """Leading blocks of which a use was counted."""
+    """Its chain so far. Of these blocks, a use was counted."""
     stored: list[OffloadKey] = field(default_factory=list)
     has_hole: bool = False
     """Some of its blocks were dropped: what comes behind them cannot be found."""
@@ -119,9 +117,8 @@ class Stores:
     def plan(self) -> Copy | None:
         """Returns the next blocks to copy. None: there are none now, since the next job waits for room, or has ended,
         or since a request has ended."""
-        if self._staged and not any(
-            tier.writes.writing or tier.writes.backlog.num_ready for tier in self._manager.tiers
-        ):
+        is_writing = any(tier.writes.writing or tier.writes.backlog.num_ready for tier in self._manager.tiers)
+        if self._staged and not is_writing:
             self._release()
         if not self.queue:
             return None
@@ -138,19 +135,18 @@ class Stores:
     def _plan_job(self, job: BridgeJob) -> Copy | None:
         """Returns the next blocks of ``job`` to copy. If there are none, it has ended, or it waits for room."""
         assert job.chain is not None
-        name = job.chain.request
         if not job.names:
             job.name_keys()
-            request = self._extend(job.chain)
-            request.num_used = request.num_used if job.is_use else len(request.keys)
-            self._offer(name, request)
+            self._offer(job.chain, job.is_use)
+        name = job.chain.request
         request = self._requests[name]
         while job.begun < len(job.names):
             indices = range(job.begun, min(len(job.names), job.begun + self._max_batch))
             names = [job.names[i] for i in indices]
-            is_lacking = self._is_lacking(names)
+            takers = [tier.writes for tier in self._manager.tiers if tier.takes_chains]
+            is_lacking: Bools = np.logical_or.reduce([writes.lacks(names) for writes in takers])
             is_late = job.has_ended or self._jobs.clock() >= job.deadline
-            if is_late or request.has_hole or not any(tier.takes_chains for tier in self._manager.tiers):
+            if is_late or request.has_hole or not takers:
                 # What is left of the job is given up.
                 request.has_hole, left = True, range(job.begun, len(job.names))
                 job.begun = len(job.names)
@@ -162,14 +158,6 @@ class Stores:
             else:
                 return self._begin(job, name, names, is_lacking)
         return None
-
-    def _is_lacking(self, names: Sequence[OffloadKey]) -> Bools:
-        """Returns which of ``names`` some tier that can be written lacks."""
-        lacking = np.zeros(len(names), dtype=np.bool_)
-        for tier in self._manager.tiers:
-            if tier.takes_chains:
-                lacking |= tier.writes.lacks(names)
-        return lacking
 
     def _begin(self, job: BridgeJob, request: str, names: list[OffloadKey], is_lacking: Bools) -> Copy | None:
         """Returns as many of ``names``, the next blocks of ``job``, as there is room for. Of these, those that some
@@ -199,7 +187,7 @@ class Stores:
 
     # What is staged.
 
-    def _stage(self, request: str, lacking: Sequence[OffloadKey]) -> None:
+    def _stage(self, request: str, lacking: Keys) -> None:
         """Pins those of ``lacking`` that are in the staging pool."""
         host = self._manager.host
         keys = list(compress(lacking, (host.table.states(lacking) == HIT).tolist()))
@@ -212,12 +200,10 @@ class Stores:
         """Lets staged blocks be evicted that the tiers have handled: they hold them, are writing them, or will not
         write them. Returns how many these are."""
         before, now, staged = self._num_staged, self._jobs.clock(), self._staged
+        working = [tier.writes for tier in self._manager.tiers if tier.write_health.state is BreakerState.WORKING]
         self._staged = []
         for each in staged:
-            may_be_written = any(
-                tier.write_health.state is BreakerState.WORKING and tier.writes.may_write(each.keys, each.request)
-                for tier in self._manager.tiers
-            )
+            may_be_written = any(writes.may_write(each.keys, each.request) for writes in working)
             if not everything and now < each.deadline and may_be_written:
                 self._staged.append(each)
             else:
@@ -234,36 +220,31 @@ class Stores:
 
     # Requests.
 
-    def _extend(self, chain: RequestChain) -> StoringRequest:
-        """Returns the request of ``chain``, which is its chain now."""
+    def _offer(self, chain: RequestChain, is_use: bool = True) -> StoringRequest:
+        """Returns the request of ``chain``, which is its chain now and is offered to the tiers. Counts a use of the
+        blocks by which it has grown, before they are stored, if it ``is_use``."""
         request = self._requests.setdefault(chain.request, StoringRequest())
         self._requests.move_to_end(chain.request)
-        known = len(request.keys)
+        known = num_used = len(request.keys)
         if known > chain.length or (known and not request.keys[-1].endswith(chain.keys[known - 1])):
             # Another request of the same name, or blocks were inserted.
             self._num_keys -= known
             request.keys.clear()
-            request.num_used = min(request.num_used, chain.length)
             known = 0
         request.keys += [chain.namespace + key for key in chain.keys[known : chain.length]]
         self._num_keys += len(request.keys) - known
         while len(self._requests) > 1 and (len(self._requests) > MAX_REQUESTS or self._num_keys > MAX_CHAIN_KEYS):
             _, forgotten = self._requests.popitem(last=False)
             self._num_keys -= len(forgotten.keys)
+        used = request.keys[num_used:] if is_use else []
+        self._manager.touch(used, ReqContext(chain.request, may_wait=False), request.keys)
         return request
 
-    def _offer(self, name: str, request: StoringRequest) -> None:
-        """Counts a use of the blocks by which the chain has grown, before they are stored, and offers the chain."""
-        grown = request.keys[request.num_used :]
-        request.num_used = len(request.keys)
-        self._manager.touch(grown, ReqContext(name, may_wait=False), request.keys)
-
     def _end_request(self, chain: RequestChain) -> None:
-        request, name = self._extend(chain), chain.request
-        self._offer(name, request)
+        request = self._offer(chain)
         used = request.keys if request.stored else []
-        self._manager.end_chain(used, request.stored, ReqContext(name), request.keys)
-        del self._requests[name]
+        self._manager.end_chain(used, request.stored, ReqContext(chain.request), request.keys)
+        del self._requests[chain.request]
         self._num_keys -= len(request.keys)
 
 

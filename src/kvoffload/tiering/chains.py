@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterator, KeysView, Sequence
+from collections.abc import Collection, Iterator, KeysView
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvoffload.abc import IntegrityError, OffloadKey, Tier
+from kvoffload.abc import IntegrityError, Keys, OffloadKey, Tier
 from kvoffload.abc.tier import HIT, MISS, RETRY
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.tiering.plan import Bools, ChainLayout, unreachable
@@ -39,49 +39,36 @@ class ChainState(enum.Enum):
 FRESH, STARTED, RESTING, GONE = ChainState.FRESH, ChainState.STARTED, ChainState.RESTING, ChainState.GONE
 
 
-class WriteOutcome(enum.Enum):
-    """What has become of a block that the tier was given."""
-
-    WRITTEN = enum.auto()
-    """It was written, or is being written."""
-    FOREIGN = enum.auto()
-    """The medium held it already: others have written it."""
-    LOST = enum.auto()
-    """The latest write has failed."""
-
-
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True)
 class WriteLog:
-    """What the tier was given for one request. Blocks that are being written refer to it, and so to the latest chain of
-    their request."""
+    """What the tier was given of one chain."""
 
-    chain: Chain | None = None
-    """None after a reset."""
-    fates: dict[OffloadKey, WriteOutcome] = field(default_factory=dict)
+    given: set[OffloadKey] = field(default_factory=set)
+    foreign: set[OffloadKey] = field(default_factory=set)
+    """Those of which the latest write found that the medium held them: others have written them."""
+    lost: set[OffloadKey] = field(default_factory=set)
+    """Those of which the latest write has failed."""
     num_writes: int = 0
     num_failures: int = 0
     rest_s: float = 0.0
     """The latest pause after a failure, and when it ends."""
     rests_until: float = 0.0
 
-    def having(self, *fates: WriteOutcome) -> set[OffloadKey]:
-        return {key for key, fate in self.fates.items() if fate in fates}
-
 
 @dataclass(slots=True, eq=False)
 class Chain:
-    """The blocks of one request: ``keys`` in order, ``by_group[g]`` those of group g. The chain has ``num_units``
-    units, see ``kvoffload.tiering.plan``."""
+    """The blocks of one request as they were last offered: ``keys`` in order, ``by_group[g]`` those of group g. The
+    chain has ``num_units`` units, see ``kvoffload.tiering.plan``."""
 
-    keys: list[OffloadKey]
-    by_group: list[list[OffloadKey]]
-    num_units: int
-    is_whole: bool
-    """Its request has ended: blocks that the host lacks now will not be stored any more."""
     request: str | None
-    history: WriteLog = field(default_factory=WriteLog)
+    keys: list[OffloadKey] = field(default_factory=list)
+    by_group: list[list[OffloadKey]] = field(default_factory=list)
+    num_units: int = 0
+    is_whole: bool = False
+    """Its request has ended: blocks that the host lacks now will not be stored any more."""
+    log: WriteLog = field(default_factory=WriteLog)
     state: ChainState = GONE
-    waits_for: Sequence[OffloadKey] = ()
+    waits_for: Keys = ()
     """In the state WAITING, the blocks of which it waits for any."""
     done: int = 0
     """Units whose blocks the tier holds or is writing, as far as is known."""
@@ -91,15 +78,16 @@ class Chain:
     """Blocks that the tier had lost when the units that are done were last looked up."""
     promised: set[OffloadKey] = field(default_factory=set)
     """Blocks that it is to bring to the tier because the tier retains them."""
-    num_writes_before: int = field(init=False)
-    """Writes for its request before it was offered."""
+    num_writes_before: int = 0
+    """Writes of its blocks before it was last offered."""
 
-    def __post_init__(self) -> None:
-        self.num_writes_before = self.history.num_writes
-        before, self.history.chain = self.history.chain, self
-        # What is done of the chain before is not looked up again, unless this one is whole, or another one.
-        if before is not None and not self.is_whole and self.keys[: len(before.keys)] == before.keys:
-            self.done, self.verify_at, self.losses = before.done, before.verify_at, before.losses
+    def grow(self, keys: list[OffloadKey], by_group: list[list[OffloadKey]], num_units: int, is_whole: bool) -> None:
+        """The chain, which is GONE, has these blocks from now on."""
+        if is_whole or keys[: len(self.keys)] != self.keys:
+            # Another chain, or the last offer of this one: all of it is looked up again.
+            self.done = self.verify_at = self.losses = 0
+        self.keys, self.by_group, self.num_units, self.is_whole = keys, by_group, num_units, is_whole
+        self.num_writes_before = self.log.num_writes
 
 
 class Backlog:
@@ -121,7 +109,7 @@ class Backlog:
         """Chains to be written now, or after a pause."""
         self._waiting: dict[OffloadKey, dict[Chain, None]] = {}
         """Chains that are WAITING, by each block that they wait for."""
-        self.awaited: KeysView[OffloadKey] = self._waiting.keys()
+        self.waited_for: KeysView[OffloadKey] = self._waiting.keys()
         self._bringing: dict[OffloadKey, Chain] = {}
         """The chain to which each promised block belongs."""
         self._num_promising = 0
@@ -146,12 +134,10 @@ class Backlog:
         num_chains = len(self._chains) - self._num_promising
         if num_chains < 2 or (num_chains <= MAX_CHAINS and self._num_keys <= self._max_keys):
             return None
-        oldest = None
-        for chain in self._chains:
-            if not chain.promised:
-                if chain.state is not STARTED:
-                    return chain
-                oldest = oldest or chain
+        candidates = (chain for chain in self._chains if not chain.promised)
+        oldest = next(candidates)
+        if oldest.state is STARTED:
+            return next((chain for chain in candidates if chain.state is not STARTED), oldest)
         return oldest
 
     def promise(self, chain: Chain, keys: Collection[OffloadKey]) -> None:
@@ -181,14 +167,13 @@ class Backlog:
                 if chain.state is ChainState.HELD and (chain.is_whole or chain.request is None):
                     self.move(chain, GONE)
 
-    def move(self, chain: Chain, state: ChainState, waits_for: Sequence[OffloadKey] = ()) -> None:
+    def move(self, chain: Chain, state: ChainState, waits_for: Keys = ()) -> None:
         """Brings ``chain`` into ``state``. WAITING, it waits until ``wake`` names one of ``waits_for``."""
         if chain.promised and state is GONE:
             self.settle(list(chain.promised))
         for key in dict.fromkeys(chain.waits_for):
-            waiting = self._waiting[key]
-            del waiting[chain]
-            if not waiting:
+            del self._waiting[key][chain]
+            if not self._waiting[key]:
                 del self._waiting[key]
         self._queues.get(chain.state, {}).pop(chain, None)
         self._urgent.pop(chain, None)
@@ -215,23 +200,23 @@ class Backlog:
         """Brings ``chain``, of which a write has failed, into the state RESTING until ``wake_rested`` ends it: for
         longer each time."""
         if chain.state is not RESTING:
-            history = chain.history
-            history.rest_s = min(MAX_REST_S, 2 * history.rest_s) or FIRST_REST_S
-            history.rests_until = now + history.rest_s
+            log = chain.log
+            log.rest_s = min(MAX_REST_S, 2 * log.rest_s) or FIRST_REST_S
+            log.rests_until = now + log.rest_s
             self.move(chain, RESTING)
 
     def wake_rested(self, now: float) -> None:
         """Queues the chains whose rest is over."""
-        for chain in [chain for chain in self._queues[RESTING] if chain.history.rests_until <= now]:
+        for chain in [chain for chain in self._queues[RESTING] if chain.log.rests_until <= now]:
             self.move(chain, STARTED)
 
     def wake(self, keys: Collection[OffloadKey]) -> bool:
         """Queues the chains that wait for one of ``keys``. Returns whether there were any."""
-        if self.awaited.isdisjoint(keys):
+        if self.waited_for.isdisjoint(keys):
             return False
         woken = dict.fromkeys(chain for key in keys for chain in self._waiting.get(key, ()))
         for chain in woken:
-            self.move(chain, STARTED if chain.history.fates else FRESH)
+            self.move(chain, STARTED if chain.log.given else FRESH)
         return True
 
     def check_integrity(self) -> None:
@@ -260,56 +245,58 @@ class TierBlocks:
         self._host = host
         self._tier = tier
         self._layout = layout
-        self.history_of: dict[OffloadKey, WriteLog] = {}
-        """Blocks that the tier has not reported yet, and the requests that they are written for."""
+        self.chain_of: dict[OffloadKey, Chain | None] = {}
+        """Blocks that the tier has not reported yet, and the chain that each is written for; None after a reset."""
         self._slots: dict[OffloadKey, int] = {}
         """Their host slots."""
         self.num_lost = 0
         """Blocks that the tier was given and has lost, without those that it has evicted."""
 
-    def begin(self, keys: Sequence[OffloadKey], history: WriteLog) -> list[OffloadKey]:
-        """Gives blocks to the tier. Returns those that it has taken on."""
+    def begin(self, keys: Keys, chain: Chain) -> list[OffloadKey]:
+        """Gives blocks of ``chain`` to the tier. Returns those that it has taken on."""
         lease = self._host.prepare_load(keys)
         taken = self._tier.write(keys, lease.slots)
         slots = dict(zip(keys, lease.slots.tolist(), strict=True))
         self._slots.update((key, slots.pop(key)) for key in taken)
         self._unpin(slots.values())
-        self.history_of.update(dict.fromkeys(taken, history))
-        history.fates.update(dict.fromkeys(taken, WriteOutcome.WRITTEN))
-        history.num_writes += len(taken)
+        self.chain_of.update(dict.fromkeys(taken, chain))
+        log = chain.log
+        log.given.update(taken)
+        log.foreign.difference_update(taken)
+        log.lost.difference_update(taken)
+        log.num_writes += len(taken)
         return taken
 
-    def end(self, keys: Sequence[OffloadKey]) -> list[WriteLog]:
-        """The tier has reported ``keys``. Returns the history of each."""
+    def end(self, keys: Keys) -> list[Chain | None]:
+        """The tier has reported ``keys``. Returns the chain that each was written for."""
         self._unpin([self._slots.pop(key) for key in keys])
-        return [self.history_of.pop(key) for key in keys]
+        return [self.chain_of.pop(key) for key in keys]
 
     def _unpin(self, slots: Collection[int]) -> None:
         if slots:
             self._host.complete_load(self._host.lease(slots))
 
-    def in_tier(self, keys: Sequence[OffloadKey], history: WriteLog) -> Bools:
-        """Returns which of ``keys`` the tier holds, or is being given for this request: if that fails, its chain is
-        corrected."""
+    def in_tier(self, keys: Keys, chain: Chain) -> Bools:
+        """Returns which of ``keys`` the tier holds, or is being given for ``chain``: if that fails, it is corrected."""
         states = self._tier.contains(keys)
         held: Bools = states == HIT
         if (states == RETRY).any():
             # It took these once. Until it knows better, it has them.
-            held |= (states == RETRY) & among(keys, history.having(WriteOutcome.WRITTEN, WriteOutcome.FOREIGN))
-        if not self.history_of.keys().isdisjoint(keys):
+            held |= (states == RETRY) & among(keys, chain.log.given - chain.log.lost)
+        if not self.chain_of.keys().isdisjoint(keys):
             for i in np.flatnonzero(~held).tolist():
-                held[i] = self.history_of.get(keys[i]) is history
+                held[i] = self.chain_of.get(keys[i]) is chain
         return held
 
-    def look(self, keys: Sequence[OffloadKey], history: WriteLog) -> tuple[Bools, Bools]:
+    def look(self, keys: Keys, chain: Chain) -> tuple[Bools, Bools]:
         """Returns which of ``keys`` are ``in_tier``, and which are that or can be written: the host has them, and they
-        are not being written for another request."""
-        in_tier = self.in_tier(keys, history)
+        are not being written for another chain."""
+        in_tier = self.in_tier(keys, chain)
         available = in_tier.copy()
         absent = np.flatnonzero(~in_tier)
         names = [keys[i] for i in absent.tolist()]
         if names:
-            available[absent] = (self._host.table.states(names) == HIT) & ~among(names, self.history_of)
+            available[absent] = (self._host.table.states(names) == HIT) & ~among(names, self.chain_of)
         return in_tier, available
 
     @property
@@ -322,7 +309,7 @@ class TierBlocks:
         states of a chain were never kept, so only those in the host count in any case."""
         num_lacking = 0
         for group, keys in zip(self._layout.groups, chain.by_group, strict=True):
-            lacking = ~self.in_tier(keys, chain.history)
+            lacking = ~self.in_tier(keys, chain)
             if in_host or group.state:
                 lacking &= self._host.table.states(keys) == HIT
             num_lacking += int(np.count_nonzero(lacking))
@@ -330,31 +317,31 @@ class TierBlocks:
 
     def delete_unreachable(self, chain: Chain) -> None:
         """Deletes the blocks of the chain that no lookup can use. From a shared tier only those that were written for
-        its request.
+        it.
 
         Blocks that are being written count as held: if a write fails, its own chain is corrected then. What was written
-        for this request would stay, so only blocks that are being written for the same count as held for it."""
-        history = chain.history
-        mine, lost = history.having(WriteOutcome.WRITTEN, WriteOutcome.LOST), history.having(WriteOutcome.LOST)
-        own = {key for key, writer in self.history_of.items() if writer is history}
+        for this chain would stay, so only blocks that are being written for it count as held for that."""
+        mine = chain.log.given - chain.log.foreign
+        own = {key for key, writer in self.chain_of.items() if writer is chain}
         states = [self._tier.contains(keys) for keys in chain.by_group]
         useless: dict[OffloadKey, bool] = {}
         """Blocks, and whether the tier may hold them."""
-        for writing, are_all in ((self.history_of.keys(), not self._tier.is_shared), (own, False)):
+        for writing, are_all in ((self.chain_of.keys(), not self._tier.is_shared), (own, False)):
             held = [
-                (its == HIT) | ((its == RETRY) & ~among(keys, lost)) | among(keys, writing)
+                (its == HIT) | ((its == RETRY) & ~among(keys, chain.log.lost)) | among(keys, writing)
                 for keys, its in zip(chain.by_group, states, strict=True)
             ]
             masks = unreachable(self._layout, chain.by_group, held, chain.num_units, mine)
             for keys, mask, its in zip(chain.by_group, masks, states, strict=True):
                 for i in np.flatnonzero(mask).tolist():
-                    writer, may_hold = self.history_of.get(keys[i]), bool(its[i] != MISS)
-                    if (are_all or keys[i] in mine) and (may_hold if writer is None else writer is history):
+                    may_hold = bool(its[i] != MISS)
+                    writer = self.chain_of.get(keys[i], chain if may_hold else None)
+                    if writer is chain and (are_all or keys[i] in mine):
                         useless[keys[i]] = may_hold
         self.num_lost += sum(useless.values())
         self._tier.delete(list(useless))
 
 
-def among(keys: Sequence[OffloadKey], group: Collection[OffloadKey]) -> Bools:
+def among(keys: Keys, group: Collection[OffloadKey]) -> Bools:
     """Returns which of ``keys`` are in ``group``."""
     return np.fromiter(map(group.__contains__, keys), np.bool_, len(keys)) if group else np.zeros(len(keys), np.bool_)

@@ -11,9 +11,10 @@ from kvoffload.abc import Admission, KVGroup
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.misses import MissMemory
 from kvoffload.cache.tenants import Tenants
+from kvoffload.tiering.unwritten import UnwrittenPins
 
 if TYPE_CHECKING:
-    from kvoffload.tiering.health import TierState
+    from kvoffload.tiering.health import LowerTier
 
 WRITE_SHARE = 0.125
 """At most this share of the host's blocks is pinned for writes to lower tiers. Above it, blocks are written later."""
@@ -58,10 +59,11 @@ class Common:
         self.host = host
         self.settings = settings
         self.clock = clock
-        self.tiers: tuple[TierState, ...] = ()
+        self.tiers: tuple[LowerTier, ...] = ()
         """The fastest first. Set by the manager, once."""
         self.load_deadline_s = settings.load_deadline_ms / 1000
         self.counts = defaultdict[str, float](float)
         """Counts since they were last taken, by names of METRICS: "NAME", or "NAME:TIER"."""
         self.reasons = MissMemory(clock=clock)
         """Why blocks were not promoted."""
+        self.unwritten = UnwrittenPins(self)

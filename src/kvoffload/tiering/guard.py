@@ -16,6 +16,7 @@ import numpy as np
 
 from kvoffload.abc import (
     IntegrityError,
+    Keys,
     OffloadingEvent,
     OffloadKey,
     RetainRefusal,
@@ -51,21 +52,15 @@ def _check_type(kind: Any, answer: Any) -> Any:
     return answer
 
 
-def _listed(answer: Any) -> list[Any]:
-    if not isinstance(answer, Collection):
-        raise TypeError(f"must be a list, not {reprlib.repr(answer)}")
-    return list(answer)
-
-
 def _check_keys(answer: Any) -> list[OffloadKey]:
-    keys = _listed(answer)
+    keys = list(_check_type(Collection, answer))
     if not all(issubclass(kind, bytes) for kind in set(map(type, keys))):
         raise TypeError(f"must be keys, not {reprlib.repr(keys)}")
     return keys
 
 
-def _check_taken(keys: Sequence[OffloadKey], answer: Any) -> list[OffloadKey]:
-    taken = _listed(answer)
+def _check_taken(keys: Keys, answer: Any) -> list[OffloadKey]:
+    taken = list(_check_type(Collection, answer))
     if taken == keys:
         # Not the tier's own objects: bytearrays are equal to the keys and have no hash.
         return list(keys)
@@ -182,24 +177,24 @@ class GuardedTier(Tier):
     wait = _guarded(Tier.wait)
     close = _guarded(Tier.close)
 
-    def contains(self, keys: Sequence[OffloadKey], ahead: Sequence[OffloadKey] = ()) -> States:
+    def contains(self, keys: Keys, ahead: Keys = ()) -> States:
         missing = np.zeros(len(keys), dtype=np.uint8)
         return self._ask("contains", missing, partial(_check_states, len(keys)), keys, ahead)
 
-    def read(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
+    def read(self, keys: Keys, slots: Slots) -> list[OffloadKey]:
         return self._begin("read", keys, slots)
 
-    def write(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
+    def write(self, keys: Keys, slots: Slots) -> list[OffloadKey]:
         return self._begin("write", keys, slots)
 
-    def _begin(self, name: str, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
+    def _begin(self, name: str, keys: Keys, slots: Slots) -> list[OffloadKey]:
         if self.fault is not None:
             return []
         taken = self._ask(name, list(keys), partial(_check_taken, keys), keys, slots)
         self._under_way.update(zip(taken, repeat(name == "read")))
         return taken
 
-    def delete(self, keys: Sequence[OffloadKey]) -> None:
+    def delete(self, keys: Keys) -> None:
         self._ask("delete", None, None, keys)
         if self.events is not None:
             self.events.deleted += keys
@@ -210,7 +205,7 @@ class GuardedTier(Tier):
             answer, num_failed = self._tier.poll(), self._tier.num_failed_lookups
             if num_failed != self.num_failed_lookups:
                 self.num_failed_lookups = _check_type(Integral, num_failed)
-            if answer != [] and (listed := _listed(answer)):
+            if answer != [] and (listed := list(_check_type(Collection, answer))):
                 results = self._end(listed)
         except IntegrityError:
             raise

@@ -1,7 +1,7 @@
 """The health of tiers: their failures and hangs, and what each of them costs requests.
 
 Reading a tier and writing to it are two abilities, each with a ``CircuitBreaker`` that decides when it is used.
-``TierState`` is what the manager and its parts call a tier: the guarded tier (``TierState.tier``) with its reads under
+``LowerTier`` is what the manager and its parts call a tier: the guarded tier (``LowerTier.tier``) with its reads under
 way and everything else that is known about it.
 """
 
@@ -11,23 +11,19 @@ import enum
 import logging
 import math
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import compress
 
 import numpy as np
 
-from kvoffload.abc import Ability, OffloadKey, Tier, TierError, TierStats
+from kvoffload.abc import Ability, Keys, OffloadKey, TierError
 from kvoffload.cache.bills import TenantCounts
 from kvoffload.cache.manager import READ_STATE_EVERY_S
 from kvoffload.tiering.common import Common, TierSettings
 from kvoffload.tiering.guard import GuardedTier
 from kvoffload.tiering.rates import Ended, ReadEstimator
-from kvoffload.tiering.reads import ReadBatch
-from kvoffload.tiering.unwritten import UnwrittenPins
+from kvoffload.tiering.reads import ReadBatch, Wait
 from kvoffload.tiering.writes import WriteThrough
-
-if TYPE_CHECKING:
-    from kvoffload.tiering.waits import Wait
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +130,7 @@ class CircuitBreaker:
         self.num_hangs = 0
         """How often transfers have hung that have not ended since."""
         self._log = PauseLog(name, ability)
-        self._ability = ability
+        self.ability = ability
         self._random = random
         self._failures: deque[float] = deque(maxlen=MAX_FAILURES)
         self._until = -math.inf
@@ -184,8 +180,7 @@ class CircuitBreaker:
         if late:
             self.overdue -= late
             self.num_hangs = max(0, self.num_hangs - 1) if self.overdue else 0
-            is_paused_for_it = self._hangs and self.state is not BreakerState.OFF
-            if is_paused_for_it and not late.isdisjoint(ended.good.keys):
+            if self._hangs and self.state is not BreakerState.OFF and not late.isdisjoint(ended.good.keys):
                 self._close(now)
         if not ended.all_ok or self._test is not None:
             self._judge(ended, now)
@@ -208,19 +203,16 @@ class CircuitBreaker:
     def _judge(self, ended: Ended, now: float) -> None:
         failures = Counter[str]()
         for key, error in zip(ended.keys, ended.errors, strict=True):
-            is_failure = error in FAILURES[self._ability]
+            is_failure = error in FAILURES[self.ability]
             if key == self._test:
-                self._end_test(error, is_failure, now)
+                self._test = None
+                # If the block was bad, or the part of the medium that has it is away, another one decides.
+                if error not in (TierError.CORRUPT, TierError.AWAY):
+                    self._decide(not is_failure, now, f"a test failed ({error})", error is TierError.NO_SPACE)
             elif is_failure:
                 failures[str(error)] += 1
         if failures:
             self._add_failures(failures, now)
-
-    def _end_test(self, error: TierError | None, is_failure: bool, now: float) -> None:
-        self._test = None
-        # If the block was bad, or the part of the medium that has it is away, another one decides.
-        if error not in (TierError.CORRUPT, TierError.AWAY):
-            self._decide(not is_failure, now, f"a test failed ({error})", error is TierError.NO_SPACE)
 
     def lookups_failed(self, num_lookups: int, now: float) -> None:
         """Takes in that lookups have failed, or were not answered in time."""
@@ -248,7 +240,7 @@ class CircuitBreaker:
     def _open(self, now: float, reason: str, is_full: bool = False) -> None:
         """Pauses the ability for ``reason``; ``is_full``: because the medium has no room."""
         is_again = self.state is not BreakerState.WORKING or now < self._until
-        self.pause_s = min(MAX_PAUSES_S[self._ability], 2 * self.pause_s) if is_again else PAUSE_S
+        self.pause_s = min(MAX_PAUSES_S[self.ability], 2 * self.pause_s) if is_again else PAUSE_S
         self._until = now + self.pause_s * (1 + JITTER * self._random())
         # Otherwise no request waits for it.
         self.was_paused |= self.state is BreakerState.WORKING
@@ -275,7 +267,7 @@ class OpenQuestions:
         """When the latest keys were asked for of which an answer was late. Keys that are asked for together count as
         one lookup."""
 
-    def forget(self, keys: Sequence[OffloadKey]) -> None:
+    def forget(self, keys: Keys) -> None:
         """Takes in that the tier has answered for ``keys``."""
         if self.asked_at:
             for key in keys:
@@ -286,26 +278,23 @@ class OpenQuestions:
         while self.asked_at and now - next(iter(self.asked_at.values())) > self._deadline_s + MISS_TTL_S:
             self.asked_at.popitem(last=False)
 
-    def find_late(self, keys: Sequence[OffloadKey], now: float) -> tuple[list[bool], int]:
+    def find_late(self, keys: Keys, now: float) -> tuple[list[bool], int]:
         """Takes in that the tier does not know yet whether it holds ``keys``. Returns for which of them it is late, and
         how many lookups have failed by that."""
         self.expire(now)
-        is_late, failed = [], set[float]()
-        for key in keys:
-            since = self.asked_at.setdefault(key, now)
-            is_late.append(now - since >= self._deadline_s)
-            if is_late[-1] and since > self._failed_at:
-                failed.add(since)
+        asked = [self.asked_at.setdefault(key, now) for key in keys]
         while len(self.asked_at) > MAX_UNANSWERED:
             self.asked_at.popitem(last=False)
+        is_late = [now - since >= self._deadline_s for since in asked]
+        failed = {since for since in compress(asked, is_late) if since > self._failed_at}
         self._failed_at = max(failed, default=self._failed_at)
         return is_late, len(failed)
 
 
 class TierGauges:
-    """The sizes of ``tier`` and of its tenants, by names of METRICS."""
+    """The sizes and the state of ``tier``, and the counts of its tenants, by names of METRICS."""
 
-    def __init__(self, tier: Tier) -> None:
+    def __init__(self, tier: LowerTier) -> None:
         self._tier = tier
         self._num_evicted = 0
         """Blocks that it had evicted when that was last counted."""
@@ -313,28 +302,31 @@ class TierGauges:
         self._tenants_at = float("-inf")
         """When the counts of its tenants are read again."""
 
-    def take(self, stats: TierStats, count: Callable[[str, float], None], now: float) -> dict[str, float]:
-        """``stats``: those of the tier. Its evictions since the last call are added to ``count``."""
-        count("evicted_blocks", stats.num_evicted - self._num_evicted)
+    def take(self, now: float) -> dict[str, float]:
+        """Counts what the tier has evicted since the last call, and returns its gauges."""
+        tier, stats = self._tier, self._tier.tier.stats()
+        tier.count("evicted_blocks", stats.num_evicted - self._num_evicted)
         self._num_evicted = stats.num_evicted
         sizes = {"blocks": stats.num_blocks, "used_bytes": stats.used_bytes, "capacity_bytes": stats.capacity_bytes}
-        gauges = {f"tier_{name}:{self._tier.name}": float(size) for name, size in sizes.items() if size is not None}
+        gauges = {f"tier_{name}:{tier.name}": float(size) for name, size in sizes.items() if size is not None}
+        gauges[f"tier_off:{tier.name}"] = float(tier.is_off)
+        for health in (tier.read_health, tier.write_health):
+            is_paused = not tier.is_off and (not stats.is_connected or health.has_fault)
+            gauges[f"tier_paused:{health.ability},{tier.name}"] = float(is_paused)
         if now >= self._tenants_at:
             self._tenants_at = now + READ_STATE_EVERY_S
-            gauges |= self._tenants.take(self._tier.tenant_uses(), self._tier.block_bytes, now)
+            gauges |= self._tenants.take(tier.tier.tenant_uses(), tier.tier.block_bytes, now)
         return gauges
 
 
-class TierState:
+class LowerTier:
     """A tier with its reads under way, the health of its abilities, its read rate and its write-through.
 
     Read its attributes freely; change them through its methods. ``index``: its place among the tiers of the manager,
     the fastest first.
     """
 
-    def __init__(
-        self, common: Common, index: int, tier: GuardedTier, pins: UnwrittenPins, random: Callable[[], float]
-    ) -> None:
+    def __init__(self, common: Common, index: int, tier: GuardedTier, random: Callable[[], float]) -> None:
         settings = common.settings
         own = settings.tiers[index] if settings.tiers else TierSettings()
         lookup_ms = settings.lookup_deadline_ms if own.lookup_deadline_ms is None else own.lookup_deadline_ms
@@ -342,7 +334,7 @@ class TierState:
         self.tier = tier
         self.name = tier.name
         self._counts = common.counts
-        self.writes = WriteThrough(common, tier, own.admission, pins, self.count)
+        self.writes = WriteThrough(common, tier, own.admission, self.count)
         self.read_health = CircuitBreaker(self.name, Ability.READ, common.load_deadline_s, random)
         write_s = max(common.load_deadline_s, WRITE_DEADLINE_S)
         self.write_health = CircuitBreaker(self.name, Ability.WRITE, write_s, random)
@@ -350,10 +342,10 @@ class TierState:
         self.questions = OpenQuestions(lookup_ms / 1000)
         self.reads: dict[OffloadKey, ReadBatch] = {}
         """Blocks under way from the tier to the host."""
-        self.probe: Sequence[OffloadKey] = ()
+        self.probe: Keys = ()
         """Blocks of which one is to be read as a test while reads are half open."""
         self._num_failed_lookups = 0
-        self._gauges = TierGauges(tier)
+        self.gauges = TierGauges(self)
 
     def count(self, name: str, amount: float) -> None:
         """Adds to a counter ``tier_NAME`` of METRICS."""
@@ -382,16 +374,6 @@ class TierState:
         """Blocks under way, without those that are overdue."""
         return len(self.reads) - len(self.read_health.overdue)
 
-    def take_gauges(self, now: float) -> dict[str, float]:
-        """Counts what the tier itself has counted, and returns its gauges and the counts of its tenants."""
-        stats = self.tier.stats()
-        gauges = self._gauges.take(stats, self.count, now)
-        gauges[f"tier_off:{self.name}"] = float(self.is_off)
-        for ability, health in ((Ability.READ, self.read_health), (Ability.WRITE, self.write_health)):
-            is_paused = not self.is_off and (not stats.is_connected or health.has_fault)
-            gauges[f"tier_paused:{ability},{self.name}"] = float(is_paused)
-        return gauges
-
     # Transfers.
 
     def read(self, slots: Mapping[OffloadKey, int], waits: Iterable[Wait], now: float) -> list[OffloadKey]:
@@ -403,18 +385,18 @@ class TierState:
             self.reads.update(dict.fromkeys(taken, batch))
         return taken
 
-    def end_reads(self, reads: Ended, now: float) -> dict[ReadBatch, Ended]:
-        """Takes in reads that have ended. Returns them by batch."""
+    def end_reads(self, reads: Ended, now: float) -> Mapping[ReadBatch, Keys]:
+        """Takes in reads that have ended. Returns their keys by batch."""
         batches = list(map(self.reads.pop, reads.keys))
         late = self.read_health.ended(reads, now)
-        in_time = reads.select(i for i, key in enumerate(reads.keys) if key not in late) if late else reads
+        in_time = Ended([result for result in reads.results if result.key not in late]) if late else reads
         self.estimator.add(in_time, now)
         if batches.count(batches[0]) == len(batches):
-            return {batches[0]: reads}
-        indices: dict[ReadBatch, list[int]] = {}
-        for i, batch in enumerate(batches):
-            indices.setdefault(batch, []).append(i)
-        return {batch: reads.select(chosen) for batch, chosen in indices.items()}
+            return {batches[0]: reads.keys}
+        keys_of: dict[ReadBatch, list[OffloadKey]] = {}
+        for key, batch in zip(reads.keys, batches, strict=True):
+            keys_of.setdefault(batch, []).append(key)
+        return keys_of
 
     def write(self, room: int, now: float) -> None:
         """Begins to write at most ``room`` blocks of the backlog: one, if that is a test."""

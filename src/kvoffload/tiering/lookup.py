@@ -12,15 +12,15 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.abc import Awaited, Miss, MissReason, Need, OffloadKey, States
+from kvoffload.abc import Awaited, Keys, Miss, MissReason, Need, OffloadKey, States
 from kvoffload.abc.tier import HIT, MISS, PENDING, RETRY
 from kvoffload.cache.keys import key_group_idx, num_of_group
 from kvoffload.tiering.common import Common
-from kvoffload.tiering.health import TierState
+from kvoffload.tiering.health import LowerTier
 from kvoffload.tiering.plan import ChainLayout
 from kvoffload.tiering.rates import MovingRate, ReadEstimator
-from kvoffload.tiering.reads import PROMOTION_SHARE
-from kvoffload.tiering.waits import Wait, Waits
+from kvoffload.tiering.reads import PROMOTION_SHARE, Wait
+from kvoffload.tiering.waits import Waits
 
 LOOK_AGAIN_S = 0.005
 """The least time between two looks for a block that another server hands over."""
@@ -33,8 +33,6 @@ FIRST_CHUNK = 256
 
 Sources = npt.NDArray[np.int8]
 """By block, the index of the tier that holds it."""
-
-
 Coming = dict[OffloadKey, int]
 """Blocks to be promoted, in the order of their chain, with the index of the tier that holds each."""
 
@@ -56,7 +54,8 @@ class TierSearch:
 
 class LoadGate:
     """Judges what was found: by the room that promotions have, and by which is faster, to load it or to compute its
-    tokens, as far as that is known; unless ``load_only_if_faster``, everything is loaded.
+    tokens, as far as that is known. All of what another server hands over is loaded, and unless ``load_only_if_faster``
+    all of what there is.
 
     A state saves nothing by itself. So it is first compared with all tokens up to it, and then the KV of these tokens
     is judged together with the states that the request wants.
@@ -88,12 +87,12 @@ class LoadGate:
         share = (most - num_states) // max(1, num_groups - num_states)
         return share - num_of_group(pinned, key_group_idx(key))
 
-    def num_worth_loading(self, search: TierSearch, keys: Sequence[OffloadKey], sources: Sources) -> int:
+    def num_worth_loading(self, search: TierSearch, keys: Keys, sources: Sources) -> int:
         """Returns how many leading blocks of a run are to be loaded; the rest is faster to compute. With states all of
         it is loaded, or nothing: then the request that waits does not want its states any more."""
         wait, num_ahead, num_states = search.wait, [], []
         computing = self.prefill.seconds_for(self._saved_tokens[key_group_idx(keys[0])])
-        if not self._only_if_faster or computing is None:
+        if not self._only_if_faster or computing is None or search.awaited is not None:
             return len(keys)
         for tier in self.tiers:
             # What the request itself wants is judged with its blocks. Groups with full attention share its states.
@@ -116,25 +115,25 @@ class LoadGate:
         num_ahead = self._num_ahead(tier)
         computing = self.prefill.seconds_for(num_units * self._layout.unit_tokens)
         loading = _seconds_per_block(tier.estimator, num_ahead, search.now)
-        if not self._only_if_faster or computing is None or loading is None:
+        if not self._only_if_faster or computing is None or loading is None or search.awaited is not None:
             return True
         is_worth = (num_ahead + self._layout.num_states) * loading <= computing
         if not is_worth:
             self.reasons.record([state], MissReason.FASTER_TO_COMPUTE)
         return is_worth
 
-    def _num_ahead(self, tier: TierState) -> int:
+    def _num_ahead(self, tier: LowerTier) -> int:
         """Returns how many blocks the tier is to read before others."""
         return tier.num_reading + self._waits.reads.num_queued[tier.index]
 
 
-def find_hit(search: TierSearch, keys: Sequence[OffloadKey], need: Need) -> tuple[States, Coming]:
+def find_hit(search: TierSearch, keys: Keys, need: Need) -> tuple[States, Coming]:
     """Answers a request that may wait. Returns the states of ``keys``, and the blocks to be promoted for it."""
     find = {Need.RUN: _find_run, Need.LAST: _find_last, Need.ALL: _find_all}[need]
     return find(search, keys)
 
 
-def _find_run(search: TierSearch, keys: Sequence[OffloadKey]) -> tuple[States, Coming]:
+def _find_run(search: TierSearch, keys: Keys) -> tuple[States, Coming]:
     """Finds the leading blocks of ``keys``, all of one KV cache group."""
     num_ready = room = len(keys)
     found: list[OffloadKey] = []
@@ -161,7 +160,7 @@ def _find_run(search: TierSearch, keys: Sequence[OffloadKey]) -> tuple[States, C
     found = found[:room]
     is_unanswered &= not found
     held_by = np.concatenate(sources)[:room] if found else np.zeros(0, dtype=np.int8)
-    if found and search.awaited is None:
+    if found:
         found = found[: search.gate.num_worth_loading(search, found, held_by)]
     states = np.zeros(len(keys), dtype=np.uint8)
     states[:num_ready] = HIT
@@ -170,7 +169,7 @@ def _find_run(search: TierSearch, keys: Sequence[OffloadKey]) -> tuple[States, C
     return states, dict(zip(found, held_by.tolist(), strict=False))
 
 
-def _find_last(search: TierSearch, keys: Sequence[OffloadKey]) -> tuple[States, Coming]:
+def _find_last(search: TierSearch, keys: Keys) -> tuple[States, Coming]:
     """Finds the last of ``keys`` that the host or a tier holds, or for which a tier must be asked again. Tiers are
     asked only for those behind the last one in the host."""
     there = host_states(search, keys)
@@ -187,16 +186,14 @@ def _find_last(search: TierSearch, keys: Sequence[OffloadKey]) -> tuple[States, 
             last = int(possible[-1])
             at, is_found = in_host + 1 + last, in_tiers[last] == HIT
             state, source = keys[at], int(sources[last])
-            if is_found and (
-                search.awaited is not None or search.gate.is_state_worth_loading(search, state, source, at - in_host)
-            ):
+            if is_found and search.gate.is_state_worth_loading(search, state, source, at - in_host):
                 coming = _with_room(search, {state: source})
             if coming or not is_found:
                 states[at] = RETRY
     return states, coming
 
 
-def _find_all(search: TierSearch, keys: Sequence[OffloadKey]) -> tuple[States, Coming]:
+def _find_all(search: TierSearch, keys: Keys) -> tuple[States, Coming]:
     states, coming = host_states(search, keys), Coming()
     below = np.flatnonzero(states != HIT)
     if len(below):
@@ -221,7 +218,7 @@ def _with_room(search: TierSearch, coming: Coming) -> Coming:
     return {}
 
 
-def host_states(search: TierSearch, keys: Sequence[OffloadKey]) -> States:
+def host_states(search: TierSearch, keys: Keys) -> States:
     """Returns the states of ``keys`` in the host. Those that are pinned for the request are not looked up again."""
     pinned = () if search.wait is None else search.wait.pinned
     if not pinned:
@@ -234,9 +231,7 @@ def host_states(search: TierSearch, keys: Sequence[OffloadKey]) -> States:
     return states
 
 
-def states_below(
-    search: TierSearch, chain: Sequence[OffloadKey], at: npt.NDArray[np.intp], in_host: States
-) -> tuple[States, Sources]:
+def states_below(search: TierSearch, chain: Keys, at: npt.NDArray[np.intp], in_host: States) -> tuple[States, Sources]:
     """Returns states and sources of the keys of ``chain`` with the indices ``at``, none of which the host can load now;
     ``in_host`` are their states there.
 
@@ -277,7 +272,7 @@ def states_below(
     return states, sources
 
 
-def _in_time(search: TierSearch, tier: TierState, keys: Sequence[OffloadKey], states: States) -> States:
+def _in_time(search: TierSearch, tier: LowerTier, keys: Keys, states: States) -> States:
     """Returns ``states``, the tier's answers, with MISS for keys for which it has no answer within the deadline."""
     is_open = states == RETRY
     if not is_open.any():
@@ -297,9 +292,7 @@ def _in_time(search: TierSearch, tier: TierState, keys: Sequence[OffloadKey], st
     return states
 
 
-def _until_handed_over(
-    search: TierSearch, awaited: Awaited, tier: TierState, keys: Sequence[OffloadKey], states: States
-) -> States:
+def _until_handed_over(search: TierSearch, awaited: Awaited, tier: LowerTier, keys: Keys, states: States) -> States:
     """Returns ``states``, the tier's answers, with RETRY for keys that another server is still to write there, and has
     the tier look for them."""
     if search.now >= awaited.until:
@@ -351,7 +344,7 @@ def _seconds_per_block(estimator: ReadEstimator, num_ahead: int, now: float) -> 
     return None if is_outdated else estimator.seconds_to_read(1)
 
 
-def explain_miss(key: OffloadKey, host: Miss, own: Miss, tiers: Sequence[TierState]) -> Miss:
+def explain_miss(key: OffloadKey, host: Miss, own: Miss, tiers: Sequence[LowerTier]) -> Miss:
     """Returns why ``key`` cannot be loaded now. ``host``: why the host lacks it; ``own``: why it was not promoted."""
     own = replace(own, policy=host.policy)
     for tier in tiers:

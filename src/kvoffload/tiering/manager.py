@@ -15,6 +15,7 @@ import numpy as np
 from kvoffload.abc import (
     HandedOver,
     IntegrityError,
+    Keys,
     LoadStoreSpec,
     Miss,
     MissReason,
@@ -33,12 +34,11 @@ from kvoffload.abc.tier import HIT, PENDING, RETRY
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.tiering.common import WRITE_SHARE, Common, TieringSettings, TierSettings
 from kvoffload.tiering.guard import GuardedTier
-from kvoffload.tiering.health import TierState
+from kvoffload.tiering.health import LowerTier
 from kvoffload.tiering.lookup import LoadGate, TierSearch, explain_miss, find_hit, states_below
 from kvoffload.tiering.prefetch import Prefetcher
 from kvoffload.tiering.rates import by_direction
 from kvoffload.tiering.steps import TierSteps
-from kvoffload.tiering.unwritten import UnwrittenPins
 from kvoffload.tiering.waits import Waits
 
 __all__ = ["WRITE_SHARE", "TierSettings", "TieredOffloadingManager", "TieringSettings"]
@@ -75,12 +75,12 @@ class TieredOffloadingManager(TieredManager):
         self.host = host
         self._common = Common(host, settings, clock)
         self._clock = clock
-        self._unwritten = UnwrittenPins(self._common)
+        self._unwritten = self._common.unwritten
         self.tiers = self._common.tiers = tuple(
-            TierState(self._common, i, GuardedTier(tier, host.history.has_events), self._unwritten, random)
+            LowerTier(self._common, i, GuardedTier(tier, host.history.has_events), random)
             for i, tier in enumerate(tiers)
         )
-        """State of each tier; read only."""
+        """The fastest first; read only."""
         self._waits = Waits(self._common)
         self._gate = LoadGate(self._common, self._waits)
         self._steps = TierSteps(self._common, self._waits)
@@ -88,12 +88,10 @@ class TieredOffloadingManager(TieredManager):
 
     # Lookup. ``lookup`` is the contract's: it calls ``lookup_each`` with Need.RUN.
 
-    def lookup_each(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, need: Need = Need.ALL
-    ) -> States:
+    def lookup_each(self, keys: Keys, req_context: ReqContext | None = None, need: Need = Need.ALL) -> States:
         if req_context is None or not req_context.may_wait:
             return self.host.lookup_each(keys, req_context, need)
-        wait = self._waits.get(req_context)
+        wait = self._waits.get(req_context.req_id)
         if wait is not None and wait.is_waiting and wait.asked_at != self._waits.num_polls:
             return np.full(len(keys), RETRY, dtype=np.uint8)
         if self._steps.is_off or not self._waits.may_ask(wait):
@@ -104,12 +102,12 @@ class TieredOffloadingManager(TieredManager):
         states, coming = find_hit(search, keys, need)
         self._steps.may_change |= search.is_unanswered
         if coming:
-            wait = self._waits.begin(coming, req_context)
+            wait = self._waits.begin(coming, req_context.req_id)
             # It may bring the whole chain.
             wait.chain = self._steps.touched.pop(req_context.req_id, wait.chain)
         return states
 
-    def states(self, keys: Sequence[OffloadKey], chain: Sequence[OffloadKey] = ()) -> States:
+    def states(self, keys: Keys, chain: Keys = ()) -> States:
         """Returns the state of every key without promoting any, and without counting a request: HIT for one that the
         host or a tier holds, RETRY for one that a tier must be asked for again. ``chain``: what may be looked up
         next."""
@@ -125,14 +123,14 @@ class TieredOffloadingManager(TieredManager):
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
         self._gate.prefill.add(num_tokens, seconds)
 
-    def release_request(self, req_context: ReqContext) -> Mapping[str, Sequence[OffloadKey]]:
+    def release_request(self, req_context: ReqContext) -> Mapping[str, Keys]:
         if self.prefetcher.expected:
             self.prefetcher.forget(req_context)
-        wait = self._waits.release(req_context)
+        wait = self._waits.release(req_context.req_id)
         if wait is None:
             return {}
         if wait.chain:
-            self._steps.offer_released(wait)
+            self._steps.offer(wait.chain, req_context.req_id, wait.promoted)
         return wait.promoted
 
     # Steps.
@@ -143,7 +141,7 @@ class TieredOffloadingManager(TieredManager):
         be written, or until a tier may have answered."""
         if self._unwritten.slots:
             for tier in self.tiers:
-                tier.writes.expire()
+                tier.writes.promised.expire()
         prefetcher = self.prefetcher
         if prefetcher.expected or prefetcher.held or prefetcher.reading:
             prefetcher.poll()
@@ -180,35 +178,26 @@ class TieredOffloadingManager(TieredManager):
 
     # Loads and stores.
 
-    def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> LoadStoreSpec:
-        if req_context is None:
-            return self.host.prepare_load(keys)
+    def prepare_load(self, keys: Keys, req_context: ReqContext | None = None) -> LoadStoreSpec:
         return self._waits.take_pins(keys, req_context)
 
-    def complete_load(
-        self, blocks: LoadStoreSpec | Sequence[OffloadKey], req_context: ReqContext | None = None
-    ) -> None:
+    def complete_load(self, blocks: LoadStoreSpec | Keys, req_context: ReqContext | None = None) -> None:
         self.host.complete_load(blocks, req_context)
 
-    def touch(
-        self,
-        keys: Sequence[OffloadKey],
-        req_context: ReqContext | None = None,
-        chain: Sequence[OffloadKey] | None = None,
-    ) -> None:
+    def touch(self, keys: Keys, req_context: ReqContext | None = None, chain: Keys | None = None) -> None:
         if self.prefetcher.expected or self.prefetcher.held:
             self.prefetcher.used(keys, req_context)
         found = self.host.table.find(keys)
         self.host.touch(keys, req_context, chain, found)
         for tier in self._steps.touch(keys, chain, found, req_context):
-            tier.touch(keys)
+            tier.tier.touch(keys)
 
     def end_chain(
         self,
-        keys: Sequence[OffloadKey],
+        keys: Keys,
         stored: Collection[OffloadKey],
         req_context: ReqContext | None = None,
-        chain: Sequence[OffloadKey] | None = None,
+        chain: Keys | None = None,
     ) -> None:
         self.host.end_chain(keys, stored, req_context)
         if req_context is not None and req_context.hints is not None and not self._steps.is_off:
@@ -216,7 +205,7 @@ class TieredOffloadingManager(TieredManager):
         self._steps.end_chain(keys, stored, req_context, keys if chain is None else chain)
         self._steps.write()
 
-    def retain(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Retained:
+    def retain(self, keys: Keys, req_context: ReqContext) -> Retained:
         """Retains ``keys`` in the first tier whose quota has room for all of them, host memory first."""
         hints = req_context.hints
         answer = self.host.retain(keys, req_context)
@@ -224,14 +213,14 @@ class TieredOffloadingManager(TieredManager):
             return answer
         return self._unwritten.retain_below(keys, hints, answer)
 
-    def hand_over(self, keys: Sequence[OffloadKey]) -> HandedOver:
+    def hand_over(self, keys: Keys) -> HandedOver:
         return self._unwritten.hand_over(keys)
 
-    def expect(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+    def expect(self, keys: Keys, req_context: ReqContext) -> None:
         self.prefetcher.expect_now(keys, req_context)
 
     def prepare_store(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, offer: Offer = Offer.COMPUTED
+        self, keys: Keys, req_context: ReqContext | None = None, offer: Offer = Offer.COMPUTED
     ) -> PrepareStoreOutput | None:
         hints = None if req_context is None else req_context.hints
         is_promised = req_context is not None and (req_context.goes_on or (hints is not None and hints.retain_s))
@@ -240,11 +229,11 @@ class TieredOffloadingManager(TieredManager):
             keys = list(compress(keys, (~self._steps.are_written(keys)).tolist()))
         return self.host.prepare_store(keys, req_context, offer)
 
-    def note_device(self, held: Sequence[OffloadKey] = (), left: Sequence[OffloadKey] = ()) -> None:
+    def note_device(self, held: Keys = (), left: Keys = ()) -> None:
         self._steps.note_device(held, left)
 
     def complete_store(
-        self, blocks: LoadStoreSpec | Sequence[OffloadKey], req_context: ReqContext | None = None, success: bool = True
+        self, blocks: LoadStoreSpec | Keys, req_context: ReqContext | None = None, success: bool = True
     ) -> None:
         self.host.complete_store(blocks, req_context, success)
         keys = self.host.table.loadable_keys(blocks.slots) if isinstance(blocks, LoadStoreSpec) else blocks
@@ -252,10 +241,10 @@ class TieredOffloadingManager(TieredManager):
             self._unwritten.entered(keys)
         for tier in self.tiers:
             # After a failure, chains that wait for blocks which were to become ready in the host are planned again.
-            tier.writes.stored(keys if success else list(tier.writes.backlog.awaited))
+            tier.writes.stored(keys if success else list(tier.writes.backlog.waited_for))
         self._steps.write()
 
-    def note_dropped(self, keys: Sequence[OffloadKey]) -> None:
+    def note_dropped(self, keys: Keys) -> None:
         """Counts writes of ``keys``, which the host has no room for."""
         for tier in self.tiers:
             tier.count("dropped_writes", int(np.count_nonzero(tier.writes.lacks(keys))))
@@ -272,7 +261,7 @@ class TieredOffloadingManager(TieredManager):
 
     def take_counts(self) -> Mapping[str, float]:
         now, moved = self._clock(), {} if self._steps.moved is None else self._steps.moved.take()
-        gauges = [each for tier in self.tiers for each in tier.take_gauges(now).items()]
+        gauges = [each for tier in self.tiers for each in tier.gauges.take(now).items()]
         counts = {name: count for name, count in self._common.counts.items() if count}
         self._common.counts.clear()
         return {**self.host.take_counts(), **counts, **moved, **dict(gauges)}
@@ -280,7 +269,7 @@ class TieredOffloadingManager(TieredManager):
     def explain_miss(self, key: OffloadKey) -> Miss:
         return explain_miss(key, self.host.explain_miss(key), self._common.reasons.explain(key), self.tiers)
 
-    def drop(self, keys: Sequence[OffloadKey], only_host: bool = False) -> None:
+    def drop(self, keys: Keys, only_host: bool = False) -> None:
         self._waits.drop(keys)
         if self.prefetcher.expected or self.prefetcher.held:
             self.prefetcher.blocks.let_go(keys)

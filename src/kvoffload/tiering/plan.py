@@ -17,12 +17,14 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.abc import KVGroup, OffloadKey
+from kvoffload.abc import Keys, KVGroup, OffloadKey
 from kvoffload.cache.keys import key_group_idx
 
 Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
-Look: TypeAlias = Callable[[Sequence[OffloadKey]], tuple[Bools, Bools]]
+ByGroup: TypeAlias = Sequence[Keys]
+"""The blocks of a chain by KV cache group, each in order."""
+Look: TypeAlias = Callable[[Keys], tuple[Bools, Bools]]
 """Returns which blocks the tier holds or is being given, and which of all are these or can be given to it."""
 
 
@@ -52,11 +54,11 @@ class ChainLayout:
             by_group[key_group_idx(key)].append(key)
         return by_group
 
-    def num_units(self, by_group: Sequence[Sequence[OffloadKey]]) -> int:
+    def num_units(self, by_group: ByGroup) -> int:
         """Returns how many units the blocks of a chain make."""
         return min(len(keys) // n for keys, n in zip(by_group, self.blocks_per_unit, strict=True))
 
-    def spans(self, by_group: Sequence[Sequence[OffloadKey]], start: int, stop: int) -> list[GroupSpan]:
+    def spans(self, by_group: ByGroup, start: int, stop: int) -> list[GroupSpan]:
         """Returns, by group, the blocks that matter for a request which resumes at the end of one of the units
         ``start`` to ``stop`` (exclusive), at least one. Of groups with full attention these are the blocks of these
         units only."""
@@ -82,7 +84,7 @@ class GroupSpan:
 
     group: KVGroup
     offset: int
-    keys: Sequence[OffloadKey]
+    keys: Keys
     firsts: Ints
     stops: Ints
 
@@ -115,9 +117,7 @@ def resumable(spans: Sequence[GroupSpan], present: Sequence[Bools]) -> Bools:
     return points
 
 
-def last_resumable(
-    layout: ChainLayout, by_group: Sequence[Sequence[OffloadKey]], present: Sequence[Bools], num_units: int
-) -> int:
+def last_resumable(layout: ChainLayout, by_group: ByGroup, present: Sequence[Bools], num_units: int) -> int:
     """Returns the last token within the first ``num_units`` units of a chain at which a request can resume, 0 if there
     is none. ``present``: by group and block, whether it is there."""
     if num_units <= 0:
@@ -136,19 +136,17 @@ class WritePlan:
     """Blocks to be written, in order."""
     done: int
     """Units of which the tier lacks nothing that a request needs once they are written."""
-    holes: Sequence[OffloadKey] = ()
+    holes: Keys = ()
     """If nothing else is left to be written before it: the block that the tier lacks and cannot be given now. If that
     is a state, all states with which more could be written, the last one first."""
 
 
-def plan_writes(
-    layout: ChainLayout, by_group: Sequence[Sequence[OffloadKey]], start: int, stop: int, is_last: bool, look: Look
-) -> WritePlan:
+def plan_writes(layout: ChainLayout, by_group: ByGroup, start: int, stop: int, is_last: bool, look: Look) -> WritePlan:
     """Returns the blocks to write so that requests can resume at the ends of units ``start`` to ``stop`` (exclusive).
 
     ``is_last``: nothing can be written behind these units.
     """
-    states: Sequence[OffloadKey] = ()
+    states: Keys = ()
     if layout.num_states:
         # Behind the last state no request can resume, until there is another one.
         stop, states = _last_state(layout, by_group, start, stop, look)
@@ -171,7 +169,7 @@ def plan_writes(
 
 
 def _last_state(
-    layout: ChainLayout, by_group: Sequence[Sequence[OffloadKey]], start: int, stop: int, look: Look
+    layout: ChainLayout, by_group: ByGroup, start: int, stop: int, look: Look
 ) -> tuple[int, list[OffloadKey]]:
     """Returns the last of the units ``start`` to ``stop``, exclusive, at whose end all states are in the tier or can be
     written, plus one; ``start`` if there is none. And the states that are unavailable behind it, the last one first."""
@@ -202,7 +200,7 @@ def _in_order(spans: Sequence[GroupSpan], chosen: Sequence[Bools]) -> list[Offlo
 
 def unreachable(
     layout: ChainLayout,
-    by_group: Sequence[Sequence[OffloadKey]],
+    by_group: ByGroup,
     held: Sequence[Bools],
     num_units: int,
     written: Collection[OffloadKey],

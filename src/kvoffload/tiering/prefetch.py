@@ -6,13 +6,13 @@ import heapq
 import itertools
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from kvoffload.abc import IntegrityError, Need, OffloadKey, ReqContext
+from kvoffload.abc import IntegrityError, Keys, Need, OffloadKey, ReqContext
 from kvoffload.abc.tier import HIT
 from kvoffload.cache.keys import NAMESPACE_BYTES, seem_of_several_groups
 from kvoffload.cache.manager import PolicyOffloadingManager
@@ -50,6 +50,8 @@ PIECE = 1024
 """Keys that are looked up for a batch, after the first one of a chain."""
 TIME_SHARE = 0.5
 """Tiers are read for at most this share of the time."""
+PREFETCH = "\0prefetch"
+"""The request that all promotions are for: one batch is read at a time."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,11 +59,7 @@ class _Expected:
     """A chain that a request is expected to use."""
 
     name: int | str
-    keys: Sequence[OffloadKey]
-    context: ReqContext
-    """The request that its promotions are for."""
-    number: int
-    """How many chains were expected before it."""
+    keys: Keys
     returns_at: float
     """When it is used."""
     until: float
@@ -90,7 +88,8 @@ class ExpectedChains:
         self.max_keys = max_keys
         self._num_keys = 0
         self._queue: list[tuple[float, int, _Expected]] = []
-        """A heap by the time at which each is looked at. Some may not be expected any more."""
+        """A heap by the time at which each is looked at, then by its number. Some may not be expected any more."""
+        self._numbers = itertools.count()
 
     @property
     def next_due(self) -> float:
@@ -101,7 +100,7 @@ class ExpectedChains:
         """Adds a chain with a new name, which is looked at when it is ``due``."""
         self.by_name[chain.name] = chain
         self._num_keys += len(chain.keys)
-        heapq.heappush(self._queue, (due, chain.number, chain))
+        heapq.heappush(self._queue, (due, next(self._numbers), chain))
         while len(self.by_name) > MAX_CHAINS or self._num_keys > self.max_keys:
             self.forget(next(iter(self.by_name)))
         if len(self._queue) > 2 * len(self.by_name) + QUEUE_SLACK:
@@ -152,7 +151,7 @@ class PrefetchedBlocks:
         self._sweep_at = -math.inf
         """When blocks whose time is over are looked for again."""
 
-    def hold(self, keys: Sequence[OffloadKey], until: float) -> None:
+    def hold(self, keys: Keys, until: float) -> None:
         """Pins ready blocks."""
         keys = [key for key in keys if key not in self.held]
         slots = self._host.prepare_load(keys).slots.tolist()
@@ -213,7 +212,6 @@ class Prefetcher:
         self.blocks = PrefetchedBlocks(common.host)
         self.held = self.blocks.held
         self.reading: _Batch | None = None
-        self._order = itertools.count()
         self._pace = MovingRate()
         """Blocks that are read per second of the clock, with what passes between two batches."""
         self._not_before = -math.inf
@@ -221,7 +219,7 @@ class Prefetcher:
 
     # Requests.
 
-    def expect_return(self, keys: Sequence[OffloadKey], context: ReqContext) -> None:
+    def expect_return(self, keys: Keys, context: ReqContext) -> None:
         """Takes note of the end of a request, which has used the chain ``keys``, if it says when that is used next."""
         hints = context.hints
         if hints is None or hints.drop or hints.expect_return_s is None:
@@ -232,16 +230,15 @@ class Prefetcher:
             returns_at = self._clock() + hints.likely_return_s
             self._add(name, keys, returns_at, returns_at + LEAD_S)
 
-    def expect_now(self, keys: Sequence[OffloadKey], context: ReqContext) -> None:
+    def expect_now(self, keys: Keys, context: ReqContext) -> None:
         """Takes note of a request that waits in the engine's queue and will use the chain ``keys``."""
         now = self._clock()
         self.forget(context)
         self._add(context.req_id, keys, now, now + QUEUED_S)
 
-    def _add(self, name: int | str, keys: Sequence[OffloadKey], returns_at: float, until: float) -> None:
-        number = next(self._order)
+    def _add(self, name: int | str, keys: Keys, returns_at: float, until: float) -> None:
         if keys and self.blocks.most and len(keys) <= self.chains.max_keys and not seem_of_several_groups(keys):
-            chain = _Expected(name, list(keys), ReqContext(f"\0prefetch {number}"), number, returns_at, until)
+            chain = _Expected(name, list(keys), returns_at, until)
             self.chains.add(chain, self._due(returns_at, len(keys)))
 
     def _due(self, returns_at: float, num_missing: int) -> float:
@@ -265,6 +262,7 @@ class Prefetcher:
         """Nothing is expected any more."""
         self.chains.clear()
         self.blocks.let_go(self.held)
+        self._waits.release(PREFETCH)
         self.reading = None
 
     # Steps.
@@ -276,7 +274,7 @@ class Prefetcher:
             self.blocks.sweep(now)
         if self.reading is not None and not self._end_batch(self.reading, now):
             return
-        if now < self._not_before or not self._waits.is_idle:
+        if now < self._not_before or self._waits.reads.queue or any(tier.reads for tier in self._gate.tiers):
             return
         for _ in range(MAX_LOOKS):
             chain = self.chains.first(now)
@@ -322,14 +320,14 @@ class Prefetcher:
         n = tier.estimator.num_blocks_within(BATCH_S, max(1, min(BATCH_BLOCKS, BATCH_BYTES // tier.tier.block_bytes)))
         batch = dict(itertools.islice(found.items(), min(n, room)))
         chain.begins_at = begins_at + keys.index(next(reversed(batch))) + 1
-        self._waits.begin(batch, chain.context)
+        self._waits.begin(batch, PREFETCH)
         self.reading = _Batch(chain, now, tier.estimator.seconds_to_read(len(batch)) or 0.0)
         return now
 
     def _end_batch(self, batch: _Batch, now: float) -> bool:
         """Takes in a batch that was read. Returns False if it is still under way."""
         chain, began, seconds = batch
-        wait = self._waits.get(chain.context)
+        wait = self._waits.get(PREFETCH)
         if wait is not None and wait.is_waiting:
             return False
         self.reading = None
@@ -337,7 +335,7 @@ class Prefetcher:
         if self.chains.has(chain):
             # Otherwise its session has returned meanwhile, and its request waits for what is being read.
             self.blocks.hold(arrived, chain.until)
-        self._waits.release(chain.context)
+        self._waits.release(PREFETCH)
         self._counts["prefetched_blocks"] += len(arrived)
         self._not_before = began + (seconds or now - began) / TIME_SHARE
         self._pace.add(len(arrived), max(now, self._not_before) - began)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from kvoffload.abc import OffloadKey, TierError, TierResult
 
@@ -28,10 +28,6 @@ class Ended:
         if self.all_ok:
             return self
         return Ended([result for result in self.results if result.error is None])
-
-    def select(self, indices: Iterable[int]) -> Ended:
-        """Returns the results at ``indices``."""
-        return Ended([self.results[i] for i in indices])
 
 
 def by_direction(results: Sequence[TierResult]) -> tuple[Ended, Ended]:

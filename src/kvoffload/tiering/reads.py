@@ -1,22 +1,21 @@
-"""Reads: which blocks are read from lower tiers next."""
+"""Reads: what requests wait for from lower tiers, and which of it is read next."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvoffload.abc import IntegrityError, OffloadKey
+from kvoffload.abc import IntegrityError, Keys, OffloadKey
 from kvoffload.abc.tier import HIT, RETRY
 from kvoffload.tiering.common import Common
 
 if TYPE_CHECKING:
-    from kvoffload.tiering.health import TierState
-    from kvoffload.tiering.waits import Wait
+    from kvoffload.tiering.health import LowerTier
 
 PROMOTION_SHARE = 0.5
 """At most this share of the host's blocks is being read from lower tiers, or pinned for requests that waited for them.
@@ -25,6 +24,36 @@ MAX_READS = 1024
 """Maximum number of blocks that are read from one tier at a time."""
 
 _number = attrgetter("number")
+
+
+@dataclass(slots=True, eq=False)
+class Wait:
+    """The blocks of one request that come from lower tiers: ``wanted`` are to be read, ``reading`` are under way,
+    ``pinned`` have arrived and cannot be evicted. It waits for ``wanted`` and ``reading``; what further lookups of the
+    poll ``asked_at`` find is added. A tier may lose what is wanted."""
+
+    number: int
+    """Grows from request to request: a higher number means that it came later."""
+    asked_at: int = -1
+    """How many polls there had been when a lookup last found blocks for it."""
+    host_only_until: float = -1.0
+    """Up to so many polls, lookups are answered from host memory. The deadline makes it infinite; the next lookup sets
+    it to the present number."""
+    wanted: dict[OffloadKey, int] = field(default_factory=dict)
+    """The index of the tier that holds each, in the order of the chain."""
+    reading: set[OffloadKey] = field(default_factory=set)
+    pinned: dict[OffloadKey, int] = field(default_factory=dict)
+    """Host slots, with one pin each."""
+    pinned_at: float = 0.0
+    """When a block was last pinned for it."""
+    promoted: dict[str, list[OffloadKey]] = field(default_factory=dict)
+    """By name of the tier, blocks that have arrived for it, whether or not they are still pinned."""
+    chain: Keys = ()
+    """The request's chain, which is offered to the tiers when the request does not wait any more."""
+
+    @property
+    def is_waiting(self) -> bool:
+        return bool(self.wanted or self.reading)
 
 
 @dataclass(slots=True, eq=False)
@@ -92,20 +121,20 @@ class Reads:
     def begin(self, num_polls: int, now: float) -> bool:
         """Begins to read what is queued. Returns whether anything was begun. A tier may have lost what was found before
         poll ``num_polls``."""
-        has_begun, allowed = False, [self._num_in_time(tier) for tier in self._tiers]
+        has_begun = False
+        # What each tier can still read within the deadline. Blocks of one that is not read are looked up in others.
+        allowed = [
+            tier.estimator.num_blocks_within(self._deadline_s, MAX_READS) - tier.num_reading
+            if tier.can_read
+            else MAX_READS
+            for tier in self._tiers
+        ]
         for wait in self.queue.copy():
             room = self.room
             if room <= 0 or not any(n > 0 < queued for n, queued in zip(allowed, self.num_queued, strict=True)):
                 break
             has_begun |= self._read(wait, room, allowed, wait.asked_at == num_polls, now)
         return has_begun
-
-    def _num_in_time(self, tier: TierState) -> int:
-        """Returns how many more blocks the tier can read within the deadline. Blocks of a tier that is not read are
-        looked up in others."""
-        if not tier.can_read:
-            return MAX_READS
-        return tier.estimator.num_blocks_within(self._deadline_s, MAX_READS) - tier.num_reading
 
     def _read(self, wait: Wait, room: int, allowed: list[int], is_new: bool, now: float) -> bool:
         """Begins to read the next blocks of ``wait``, at most ``room``, and ``allowed`` of each tier, which become
@@ -153,7 +182,7 @@ class Reads:
                 sources[left[i]] = tier.index
         return {key: source for key, source in sources.items() if source >= 0}
 
-    def probe(self, tier: TierState, now: float) -> bool:
+    def probe(self, tier: LowerTier, now: float) -> bool:
         """Reads a block for no request from a tier that was paused, to see whether it works again, if there is room
         for it."""
         keys = tier.probe

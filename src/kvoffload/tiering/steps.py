@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import compress
 
 import numpy as np
 
-from kvoffload.abc import OffloadKey, ReqContext, Slots, TierResult
+from kvoffload.abc import Keys, OffloadKey, ReqContext, Slots, TierResult
 from kvoffload.cache.bills import MovedBytes
 from kvoffload.tiering.common import Common
-from kvoffload.tiering.guard import GuardedTier
-from kvoffload.tiering.health import TierState
+from kvoffload.tiering.health import LowerTier
 from kvoffload.tiering.plan import Bools
 from kvoffload.tiering.rates import by_direction
-from kvoffload.tiering.waits import Wait, Waits
+from kvoffload.tiering.waits import Waits
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +50,7 @@ class TierSteps:
         self.moved = MovedBytes(tenants) if tenants is not None and tenants.names else None
         self.max_writing = max(1, int(host.num_blocks * common.settings.write_share) // max(1, len(tiers)))
         """Blocks that one tier writes at a time. Each has its own share: one that hangs stops no other."""
-        self.touched: dict[str, Sequence[OffloadKey]] = {}
+        self.touched: dict[str, Keys] = {}
         """Chains, by request, that were touched since the last ``write``, without those of requests that wait."""
         self._host = host
         self._tiers = tiers
@@ -62,9 +61,7 @@ class TierSteps:
 
     # Requests.
 
-    def touch(
-        self, keys: Sequence[OffloadKey], chain: Sequence[OffloadKey] | None, found: Slots, context: ReqContext | None
-    ) -> list[GuardedTier]:
+    def touch(self, keys: Keys, chain: Keys | None, found: Slots, context: ReqContext | None) -> list[LowerTier]:
         """A request uses ``keys``: its ``chain``, if that is None. ``found``: their slots in the host, -1 for blocks
         that it lacks. Returns the tiers in which this is a use now."""
         is_held_back = False
@@ -87,16 +84,10 @@ class TierSteps:
             if not _ends_session(context):
                 self.touched[context.req_id] = chain
         elif not _ends_session(context):
-            self._offer(chain, None if context is None else context.req_id)
-        return [tier.tier for tier in working]
+            self.offer(chain, None if context is None else context.req_id, {})
+        return working
 
-    def end_chain(
-        self,
-        keys: Sequence[OffloadKey],
-        stored: Collection[OffloadKey],
-        context: ReqContext | None,
-        chain: Sequence[OffloadKey],
-    ) -> None:
+    def end_chain(self, keys: Keys, stored: Collection[OffloadKey], context: ReqContext | None, chain: Keys) -> None:
         """A request has ended, see ``OffloadingManager.end_chain``."""
         request, num_held_back = None, 0
         if context is not None:
@@ -114,22 +105,17 @@ class TierSteps:
             if tier.takes_chains and (not _ends_session(context) or not promised.isdisjoint(chain)):
                 tier.writes.offer(chain, request, is_whole=True)
 
-    def offer_released(self, wait: Wait) -> None:
-        """Offers the chain of a request that waits no more, if it was not offered before."""
+    def offer(self, chain: Keys, request: str | None, promoted: Mapping[str, Keys]) -> None:
+        """Offers a chain to the tiers. ``promoted``: by tier, what has come from it, which may be the whole chain."""
         for tier in self._tiers:
-            if tier.takes_chains and len(wait.promoted.get(tier.name, ())) < len(wait.chain):
-                tier.writes.offer(wait.chain, wait.context.req_id, is_whole=False)
-
-    def _offer(self, chain: Sequence[OffloadKey], request: str | None) -> None:
-        for tier in self._tiers:
-            if tier.takes_chains:
+            if tier.takes_chains and len(promoted.get(tier.name, ())) < len(chain):
                 tier.writes.offer(chain, request, is_whole=False)
 
     def write(self) -> None:
         """Offers the chains that were touched, and begins to write as many blocks as there is room for."""
         if self.touched:
             for request, chain in self.touched.items():
-                self._offer(chain, request)
+                self.offer(chain, request, {})
             self.touched.clear()
         for tier in self._tiers:
             if tier.writes.backlog.num_ready:
@@ -154,7 +140,7 @@ class TierSteps:
         self.write()
         return changed | self.may_change
 
-    def _take_in(self, tier: TierState, results: Sequence[TierResult]) -> bool:
+    def _take_in(self, tier: LowerTier, results: Sequence[TierResult]) -> bool:
         """Takes in transfers of a tier that have ended. Returns whether there were reads."""
         reads, writes = by_direction(results)
         if writes.keys:
@@ -169,14 +155,14 @@ class TierSteps:
                 self.moved.add(tier.name, ended.good.keys, ended.good.nbytes)
         return bool(reads.keys)
 
-    def note_device(self, held: Sequence[OffloadKey] = (), left: Sequence[OffloadKey] = ()) -> None:
+    def note_device(self, held: Keys = (), left: Keys = ()) -> None:
         """See ``OffloadingManager.note_device``. Of what the device holds, blocks leave the host first when all tiers
         have them."""
         self.on_device.difference_update(left)
         self.on_device.update(held)
         self._host.note_device(list(compress(held, self.are_written(held).tolist())) if held else [], left)
 
-    def are_written(self, keys: Sequence[OffloadKey]) -> Bools:
+    def are_written(self, keys: Keys) -> Bools:
         """Returns which of ``keys`` all tiers hold, or will not be given."""
         written = np.ones(len(keys), dtype=np.bool_)
         for tier in self._tiers:
@@ -202,7 +188,7 @@ class TierSteps:
                 return changed | self.poll()
         return changed
 
-    def switch_off(self, tier: TierState, reason: str, effect: str = SERVED_WITHOUT) -> None:
+    def switch_off(self, tier: LowerTier, reason: str, effect: str = SERVED_WITHOUT) -> None:
         """Stops reading and writing the tier, for good. Logs ``reason`` and ``effect``."""
         if not tier.is_off:
             tier.switch_off()

@@ -4,18 +4,19 @@ until it has."""
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from itertools import compress, takewhile
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvoffload.abc import HandedOver, Hints, IntegrityError, OffloadKey, Retained, RetainRefusal, Tier
+from kvoffload.abc import HandedOver, Hints, IntegrityError, Keys, OffloadKey, Retained, RetainRefusal, Tier
 from kvoffload.abc.tier import HIT
-from kvoffload.tiering.common import Common
 
 if TYPE_CHECKING:
-    from kvoffload.tiering.health import TierState
+    from kvoffload.tiering.chains import Backlog
+    from kvoffload.tiering.common import Common
+    from kvoffload.tiering.health import LowerTier
 
 UNWRITTEN_SHARE = 0.125
 """At most this share of the host's blocks waits, pinned, to be written to such tiers."""
@@ -34,7 +35,7 @@ class UnwrittenPins:
         self.slots: dict[OffloadKey, int] = {}
         """Host slots, read only for others; _NOT_PINNED while a block is being copied to the host."""
 
-    def retain_below(self, keys: Sequence[OffloadKey], hints: Hints, in_host: Retained) -> Retained:
+    def retain_below(self, keys: Keys, hints: Hints, in_host: Retained) -> Retained:
         """Retains ``keys`` in the first tier whose quota has room for them, if the host, which has answered
         ``in_host``, has none. What the tier has not got yet stays in host memory until it is written. Or ends what the
         session of ``hints`` has retained."""
@@ -59,7 +60,7 @@ class UnwrittenPins:
                 answer = Retained(refusal)
         return answer
 
-    def hand_over(self, keys: Sequence[OffloadKey]) -> HandedOver:
+    def hand_over(self, keys: Keys) -> HandedOver:
         """Promises ``keys`` to the shared tiers. What one has not got yet stays in host memory until it has, if there
         is room for all of them."""
         places, most = dict[str, str](), 0
@@ -74,7 +75,7 @@ class UnwrittenPins:
                     tier.writes.promised.add(lacking)
         return HandedOver(places, most)
 
-    def num_with_room(self, keys: Sequence[OffloadKey]) -> int:
+    def num_with_room(self, keys: Keys) -> int:
         """Returns how many of ``keys``, which are distinct, may be added, from the first one on. Those that wait
         already count once."""
         new = [i for i, key in enumerate(keys) if key not in self.slots]
@@ -104,15 +105,17 @@ class UnwrittenPins:
             raise IntegrityError("more blocks are pinned for writing than may be")
 
 
-def _lacking(tier: TierState, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+def _lacking(tier: LowerTier, keys: Keys) -> list[OffloadKey]:
     return list(compress(keys, (tier.tier.contains(keys) != HIT).tolist()))
 
 
 class PromisedBlocks:
-    """What ``tier`` is to retain or to hand over and has not got yet, each for at most WRITE_WITHIN_S."""
+    """What ``tier`` is to retain or to hand over and has not got yet, each for at most WRITE_WITHIN_S; the chains of
+    ``backlog`` bring it."""
 
-    def __init__(self, common: Common, pins: UnwrittenPins, tier: Tier) -> None:
-        self._pins = pins
+    def __init__(self, common: Common, backlog: Backlog, tier: Tier) -> None:
+        self._pins = common.unwritten
+        self._backlog = backlog
         self._tier = tier
         self._clock = common.clock
         self.deadlines: OrderedDict[OffloadKey, float] = OrderedDict()
@@ -131,6 +134,7 @@ class PromisedBlocks:
         """The tier has ``keys`` now."""
         ended = [key for key in keys if self.deadlines.pop(key, None) is not None]
         if ended:
+            self._backlog.settle(ended)
             self._pins.release(ended)
 
     def give_up(self, keys: Collection[OffloadKey]) -> None:
@@ -140,7 +144,7 @@ class PromisedBlocks:
             self.written(lost)
             self._tier.retain(lost, None, 0.0)
 
-    def late(self) -> list[OffloadKey]:
-        """Returns the blocks that were not written in time."""
+    def expire(self) -> None:
+        """Gives up the blocks that were not written in time."""
         now = self._clock()
-        return list(takewhile(lambda key: self.deadlines[key] <= now, self.deadlines))
+        self.give_up(list(takewhile(lambda key: self.deadlines[key] <= now, self.deadlines)))

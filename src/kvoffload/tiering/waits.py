@@ -1,21 +1,20 @@
-"""Waits: what each request waits for from lower tiers, until when, and what is pinned for it because it has arrived."""
+"""Waits: until when requests wait for lower tiers, and what is pinned for them because it has arrived."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection
 from itertools import compress
 
 import numpy as np
 
-from kvoffload.abc import IntegrityError, LoadStoreSpec, MissReason, OffloadKey, ReqContext, Slots, TierError
+from kvoffload.abc import IntegrityError, Keys, LoadStoreSpec, MissReason, OffloadKey, ReqContext, Slots, TierError
 from kvoffload.tiering.common import Common
-from kvoffload.tiering.health import TierState
+from kvoffload.tiering.health import LowerTier
 from kvoffload.tiering.rates import Ended
-from kvoffload.tiering.reads import Reads
+from kvoffload.tiering.reads import Reads, Wait
 
 MAX_WAITS = 4096
 """Requests with a Wait. Above this limit, requests use only host memory."""
@@ -26,37 +25,6 @@ FAILED = {
     TierError.IO: (MissReason.READ_FAILED, "read_failures"),
 }
 """Why a block that could not be read is missing, and what is counted. All other errors are as IO."""
-
-
-@dataclass(slots=True, eq=False)
-class Wait:
-    """The blocks of one request that come from lower tiers: ``wanted`` are to be read, ``reading`` are under way,
-    ``pinned`` have arrived and cannot be evicted. It waits for ``wanted`` and ``reading``; what further lookups of the
-    poll ``asked_at`` find is added. A tier may lose what is wanted."""
-
-    context: ReqContext
-    number: int
-    """Grows from request to request: a higher number means that it came later."""
-    asked_at: int = -1
-    """How many polls there had been when a lookup last found blocks for it."""
-    host_only_until: float = -1.0
-    """Up to so many polls, lookups are answered from host memory. The deadline makes it infinite; the next lookup sets
-    it to the present number."""
-    wanted: dict[OffloadKey, int] = field(default_factory=dict)
-    """The index of the tier that holds each, in the order of the chain."""
-    reading: set[OffloadKey] = field(default_factory=set)
-    pinned: dict[OffloadKey, int] = field(default_factory=dict)
-    """Host slots, with one pin each."""
-    pinned_at: float = 0.0
-    """When a block was last pinned for it."""
-    promoted: dict[str, list[OffloadKey]] = field(default_factory=dict)
-    """By name of the tier, blocks that have arrived for it, whether or not they are still pinned."""
-    chain: Sequence[OffloadKey] = ()
-    """The request's chain, which is offered to the tiers when the request does not wait any more."""
-
-    @property
-    def is_waiting(self) -> bool:
-        return bool(self.wanted or self.reading)
 
 
 class Waits:
@@ -88,17 +56,12 @@ class Waits:
     def __len__(self) -> int:
         return len(self._by_request)
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether no tier is being read, or is to be read."""
-        return not self.reads.queue and not any(tier.reads for tier in self._tiers)
-
     # Requests.
 
-    def get(self, context: ReqContext) -> Wait | None:
+    def get(self, request: str) -> Wait | None:
         if self._begun:
             self._give_up_late(self._clock())
-        return self._by_request.get(context.req_id)
+        return self._by_request.get(request)
 
     def may_ask(self, wait: Wait | None) -> bool:
         """Returns whether tiers are asked for a request that waits for nothing, or was looked up since the last
@@ -110,12 +73,12 @@ class Waits:
         wait.host_only_until = self.num_polls
         return False
 
-    def begin(self, wanted: dict[OffloadKey, int], context: ReqContext) -> Wait:
+    def begin(self, wanted: dict[OffloadKey, int], request: str) -> Wait:
         """Makes the request wait for ``wanted`` too: blocks that are being read, or are in the tiers with these
         indices, which are read from the next ``poll`` on."""
-        wait = self._by_request.get(context.req_id)
+        wait = self._by_request.get(request)
         if wait is None:
-            wait = self._by_request[context.req_id] = Wait(context, next(self._numbers))
+            wait = self._by_request[request] = Wait(next(self._numbers))
         if not wait.is_waiting:
             self._begun.pop(wait, None)
             self._begun[wait] = self._clock()
@@ -131,9 +94,9 @@ class Waits:
                 tier.reads[key].waits.pop(wait, None)
         wait.reading.clear()
 
-    def release(self, context: ReqContext) -> Wait | None:
+    def release(self, request: str) -> Wait | None:
         """Ends the request's wait, with its pins, and returns it."""
-        wait = self._by_request.pop(context.req_id, None)
+        wait = self._by_request.pop(request, None)
         if wait is not None:
             self.end(wait)
             self._begun.pop(wait, None)
@@ -142,15 +105,15 @@ class Waits:
         return wait
 
     def release_all(self) -> None:
-        for wait in list(self._by_request.values()):
-            self.release(wait.context)
+        for request in list(self._by_request):
+            self.release(request)
 
-    def waiting_for(self, tier: TierState) -> set[Wait]:
+    def waiting_for(self, tier: LowerTier) -> set[Wait]:
         """Returns the waits for reads of ``tier``."""
         batches = set(tier.reads.values())
         return {wait for batch in batches for wait in batch.waits if not wait.reading.isdisjoint(batch.slots)}
 
-    def abandon(self, tier: TierState) -> None:
+    def abandon(self, tier: LowerTier) -> None:
         """Ends the waits for blocks of a tier that is no longer used, and of all requests with blocks that are still to
         be read: they look these up again."""
         for wait in self.waiting_for(tier):
@@ -204,18 +167,17 @@ class Waits:
         if other is not None:
             self._unpin(other, other.pinned)
 
-    def end_reads(self, tier: TierState, reads: Ended) -> None:
+    def end_reads(self, tier: LowerTier, reads: Ended) -> None:
         """Takes in reads that have ended: blocks become ready and are pinned for the requests that wait for them, or
         are misses."""
         tier.count("read_seconds", sum(reads.seconds))
         tier.count("read_bytes", sum(reads.good.nbytes))
         now = self._clock()
-        for batch, ended in tier.end_reads(reads, now).items():
-            good = dict(zip(ended.keys, map(batch.slots.pop, ended.keys), strict=True))
-            if not ended.all_ok:
-                errors = {result.key: result.error for result in ended.results if result.error is not None}
-                self._host.take_back(self._host.lease([good.pop(key) for key in errors]))
-                self._explain_failures(tier, errors)
+        errors = {} if reads.all_ok else {each.key: each.error for each in reads.results if each.error is not None}
+        for batch, keys in tier.end_reads(reads, now).items():
+            good = dict(zip(keys, map(batch.slots.pop, keys), strict=True))
+            if errors:
+                self._host.take_back(self._host.lease([good.pop(key) for key in keys if key in errors]))
             if good:
                 self._host.complete_store(self._host.lease(good.values()))
                 self._counts["promoted_blocks"] += len(good)
@@ -225,13 +187,11 @@ class Waits:
                 arrived = good
                 if not wait.reading.issuperset(good):
                     arrived = {key: slot for key, slot in good.items() if key in wait.reading}
-                wait.reading.difference_update(ended.keys)
+                wait.reading.difference_update(keys)
                 if arrived:
                     self._pin(wait, arrived, tier.name, now)
-
-    def _explain_failures(self, tier: TierState, errors: Mapping[OffloadKey, TierError]) -> None:
-        tier.writes.note_lost(len(errors))
         for key, error in errors.items():
+            tier.writes.note_lost(1)
             reason, counter = FAILED.get(error, FAILED[TierError.IO])
             self._reasons.record([key], reason)
             if counter:
@@ -251,10 +211,10 @@ class Waits:
         wait.pinned_at = now
         wait.promoted.setdefault(tier, []).extend(arrived)
 
-    def take_pins(self, keys: Sequence[OffloadKey], context: ReqContext) -> LoadStoreSpec:
+    def take_pins(self, keys: Keys, context: ReqContext | None) -> LoadStoreSpec:
         """Returns a lease of ``keys``, as ``prepare_load`` does. The pins of those that have arrived for the request
         pass to it, without looking them up."""
-        wait = self._by_request.get(context.req_id)
+        wait = None if context is None else self._by_request.get(context.req_id)
         if wait is None or not wait.pinned:
             return self._host.prepare_load(keys, context)
         slots = np.array([wait.pinned.get(key, -1) for key in keys], dtype=np.int64)
@@ -264,7 +224,7 @@ class Waits:
         self._forget(wait, keys)
         return self._host.lease(slots)
 
-    def drop(self, keys: Sequence[OffloadKey]) -> None:
+    def drop(self, keys: Keys) -> None:
         """Removes the pins of ``keys`` for all requests."""
         slots = self._host.table.find(keys)
         if self._pins[slots[slots >= 0]].any():
@@ -277,7 +237,7 @@ class Waits:
         if len(slots):
             self._host.complete_load(self._host.lease(slots))
 
-    def _forget(self, wait: Wait, keys: Sequence[OffloadKey]) -> Slots:
+    def _forget(self, wait: Wait, keys: Keys) -> Slots:
         """Returns the slots of those of ``keys`` that were pinned for ``wait``; the pins are the caller's."""
         pinned = wait.pinned
         slots = np.array([pinned.pop(key) for key in keys if key in pinned], dtype=np.int64)

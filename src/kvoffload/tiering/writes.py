@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, KeysView, Sequence
+from collections.abc import Callable, Collection, KeysView
 from functools import partial
 
 import numpy as np
 
-from kvoffload.abc import Admission, IntegrityError, MissReason, OffloadKey, Tier, TierError
+from kvoffload.abc import Admission, IntegrityError, Keys, MissReason, OffloadKey, Tier, TierError
 from kvoffload.abc.tier import HIT, MISS, PENDING
-from kvoffload.tiering.chains import Backlog, Chain, ChainState, TierBlocks, WriteLog, WriteOutcome, among
+from kvoffload.tiering.chains import Backlog, Chain, ChainState, TierBlocks, among
 from kvoffload.tiering.common import Common
-from kvoffload.tiering.plan import Bools, ChainLayout, WritePlan, plan_writes
+from kvoffload.tiering.plan import Bools, ByGroup, ChainLayout, WritePlan, plan_writes
 from kvoffload.tiering.rates import Ended
-from kvoffload.tiering.unwritten import PromisedBlocks, UnwrittenPins
+from kvoffload.tiering.unwritten import PromisedBlocks
 
 MAX_REWRITES = 1
 """How often a chain is written again from where a write has failed."""
@@ -36,27 +36,19 @@ class Pace:
     def __init__(self) -> None:
         self.progress_at = -math.inf
         """When a write last began or ended, or a chain was offered."""
-        self._refused_at = -math.inf
+        self.refused_at = -math.inf
         """When the tier last took on nothing, unless it has done something since."""
         self._idle_since = math.inf
         """Since when the tier takes on nothing although it has nothing to do."""
 
-    def is_patient(self, now: float) -> bool:
-        """Returns whether an idle engine is kept stepping for the backlog."""
-        return now - self.progress_at < PATIENCE_S
-
-    def may_ask(self, now: float) -> bool:
-        """Returns whether the tier is given more blocks now."""
-        return now - self._refused_at >= REFUSAL_S
-
     def progressed(self, now: float) -> None:
         """A write has begun or ended."""
-        self.progress_at, self._refused_at, self._idle_since = now, -math.inf, math.inf
+        self.progress_at, self.refused_at, self._idle_since = now, -math.inf, math.inf
 
     def refused(self, now: float, is_idle: bool) -> bool:
         """The tier has refused some blocks; ``is_idle``: although it has nothing to do. Returns whether their chain is
         to be dropped."""
-        self._refused_at = now
+        self.refused_at = now
         self._idle_since = min(self._idle_since, now) if is_idle else math.inf
         gives_up = now - self._idle_since > GIVE_UP_S
         if gives_up:
@@ -77,17 +69,12 @@ class WriteThrough:
     Chains with blocks of ``promised``, which the tier has promised to retain, are written first and up to the last of
     these, whatever the admission says. If that fails they are written again until ``promised`` ends.
 
-    ``admission``: only leading blocks of a chain that it accepts are written; None accepts all. ``pins`` has the pins
-    of promised blocks. ``count`` takes the counters ``tier_NAME`` of METRICS, by NAME.
+    ``admission``: only leading blocks of a chain that it accepts are written; None accepts all. ``count`` takes the
+    counters ``tier_NAME`` of METRICS, by NAME.
     """
 
     def __init__(
-        self,
-        common: Common,
-        tier: Tier,
-        admission: Admission | None,
-        pins: UnwrittenPins,
-        count: Callable[[str, float], None],
+        self, common: Common, tier: Tier, admission: Admission | None, count: Callable[[str, float], None]
     ) -> None:
         self._host = common.host
         self._tier = tier
@@ -95,37 +82,37 @@ class WriteThrough:
         self._count = count
         self._layout = ChainLayout(common.settings.groups)
         self.admission = admission
-        self.promised = PromisedBlocks(common, pins, tier)
         self._blocks = TierBlocks(common.host, tier, self._layout)
-        self.writing: KeysView[OffloadKey] = self._blocks.history_of.keys()
+        self.writing: KeysView[OffloadKey] = self._blocks.chain_of.keys()
         """Blocks that the tier has not reported yet, each with a pin in the host."""
         # Chains name a state for every unit; hardly any of them exist.
         keys_per_block = sum(self._layout.blocks_per_unit) / self._layout.kv_blocks_per_unit
         self.backlog = Backlog(max(1, int(self._host.num_blocks * common.settings.backlog_share * keys_per_block)))
+        self.promised = PromisedBlocks(common, self.backlog, tier)
         self._pace = Pace()
 
-    # State.
+    # What the tier has, and lacks.
 
     @property
     def is_busy(self) -> bool:
         """Whether there is a backlog, or promised blocks are being written, and the tier makes progress."""
-        urgent = (self.backlog.awaited, self.promised.deadlines)
+        urgent = (self.backlog.waited_for, self.promised.deadlines)
         has_work = self.backlog.num_ready > 0 or not all(map(self.writing.isdisjoint, urgent))
-        return has_work and self._pace.is_patient(self._clock())
+        return has_work and self._clock() - self._pace.progress_at < PATIENCE_S
 
-    def lacks(self, keys: Sequence[OffloadKey]) -> Bools:
+    def lacks(self, keys: Keys) -> Bools:
         """Returns which of ``keys`` are worth having in the host, so that they can be written: the tier neither holds
         them nor is being given them, and the admission accepts them."""
         return ~(self.is_done(keys) | among(keys, self.writing))
 
-    def is_done(self, keys: Sequence[OffloadKey]) -> Bools:
+    def is_done(self, keys: Keys) -> Bools:
         """Returns which of ``keys`` the tier holds, or will not be given."""
         done: Bools = self._tier.contains(keys) == HIT
         if self.admission is not None and not done.all():
             done |= ~np.array(self.admission.accepts(keys), dtype=np.bool_)
         return done
 
-    def may_write(self, keys: Sequence[OffloadKey], request: str) -> bool:
+    def may_write(self, keys: Keys, request: str) -> bool:
         """Returns whether some of ``keys``, of the chain of ``request``, are being written, or will be as soon as the
         tier takes them on or has written others."""
         if not self.writing.isdisjoint(keys):
@@ -135,32 +122,30 @@ class WriteThrough:
             return False
         if chain.state is ChainState.WAITING and self.writing.isdisjoint(chain.waits_for):
             return False
-        return not self._blocks.in_tier(keys, chain.history).all()
+        return not self._blocks.in_tier(keys, chain).all()
 
     # What happens elsewhere.
 
-    def offer(self, keys: Sequence[OffloadKey], request: str | None, is_whole: bool) -> None:
+    def offer(self, keys: Keys, request: str | None, is_whole: bool) -> None:
         """Adds ``keys``, the chain of ``request``, to the backlog: head first, the groups merged by the position at
         which blocks end. It takes the place of the chain that was offered for the same request before. If the tier
         holds all of it, there is nothing to do."""
-        before = self.backlog.of_request(request)
-        if before is None and self._holds(keys):
-            return
-        state, history = ChainState.FRESH, WriteLog()
-        if before is not None:
-            history = before.history
-            if before.state in (ChainState.STARTED, ChainState.RESTING):
-                state = before.state
-            self.backlog.move(before, ChainState.GONE)
+        chain = self.backlog.of_request(request)
+        if chain is None:
+            if self._holds(keys):
+                return
+            chain = Chain(request)
+        state = chain.state if chain.state in (ChainState.STARTED, ChainState.RESTING) else ChainState.FRESH
+        self.backlog.move(chain, ChainState.GONE)
         keys = list(keys)
         by_group = self._layout.split(keys)
-        num_units, waiting = most_units(self._tier, self._layout, self.admission, by_group), self.promised.deadlines
+        num_units, waiting = self._most_units(by_group), self.promised.deadlines
         promised = [key for key in keys if key in waiting] if waiting else []
         if promised:
             num_units = max(num_units, promised_units(self._layout, by_group, waiting))
         if num_units == 0:
             return
-        chain = Chain(keys, by_group, num_units, is_whole, request, history)
+        chain.grow(keys, by_group, num_units, is_whole)
         self.backlog.move(chain, state)
         if promised:
             self.backlog.promise(chain, promised)
@@ -168,20 +153,27 @@ class WriteThrough:
         while (excess := self.backlog.excess()) is not None:
             self._drop(excess)
 
-    def _holds(self, keys: Sequence[OffloadKey]) -> bool:
+    def _most_units(self, by_group: ByGroup) -> int:
+        """Returns how many leading units of a chain the tier may be given: what it has room for, since the tail of a
+        longer chain would evict its head, and what the admission accepts, since nothing behind could be found."""
+        layout = self._layout
+        num_units = layout.num_units(by_group)
+        most_blocks = self._tier.most_blocks(by_group[0][0]) if num_units else None
+        if most_blocks is not None:
+            num_units = min(num_units, max(0, most_blocks - layout.num_states) // layout.kv_blocks_per_unit)
+        if self.admission is not None:
+            for keys, per_unit in zip(by_group, layout.blocks_per_unit, strict=True):
+                accepted = self.admission.accepts(keys[: num_units * per_unit])
+                if not all(accepted):
+                    num_units = accepted.index(False) // per_unit
+        return num_units
+
+    def _holds(self, keys: Keys) -> bool:
         """Returns whether the tier certainly holds all of ``keys``. The last one, which is lacking if others are, is
         looked up first. A shared tier would have to ask its medium."""
         if self._tier.is_shared or not keys or self._tier.contains(keys[-1:])[0] != HIT:
             return False
         return bool((self._tier.contains(keys) == HIT).all())
-
-    def expire(self) -> None:
-        """Gives up promised blocks that were not written in time."""
-        self._give_up(self.promised.late())
-
-    def _give_up(self, keys: Collection[OffloadKey]) -> None:
-        self.backlog.settle(keys)
-        self.promised.give_up(keys)
 
     def stored(self, keys: Collection[OffloadKey]) -> None:
         """Called when ``keys`` have become ready in the host."""
@@ -197,8 +189,7 @@ class WriteThrough:
         for chain in list(self.backlog):
             self.backlog.move(chain, ChainState.GONE)
         self.promised.give_up(list(self.promised.deadlines))
-        for history in self._blocks.history_of.values():
-            history.chain = None
+        self._blocks.chain_of.update(dict.fromkeys(self.writing))
 
     def close(self) -> None:
         """Called when the tier is closed: it reports no more writes."""
@@ -210,7 +201,7 @@ class WriteThrough:
     def pump(self, room: int) -> list[OffloadKey]:
         """Begins to write as much of the backlog as the tier takes on, at most ``room`` blocks. Returns these."""
         begun: list[OffloadKey] = []
-        if not self._pace.may_ask(self._clock()):
+        if self._clock() - self._pace.refused_at < REFUSAL_S:
             return begun
         self.backlog.wake_rested(self._clock())
         while len(begun) < room and (chain := self.backlog.next()) is not None:
@@ -220,7 +211,7 @@ class WriteThrough:
                 if not chain.promised and self._is_evicted_again(chain):
                     self._drop(chain)
                     continue
-                taken = self._blocks.begin(keys, chain.history)
+                taken = self._blocks.begin(keys, chain)
                 begun += taken
                 if taken:
                     self._pace.progressed(self._clock())
@@ -242,8 +233,8 @@ class WriteThrough:
     def _is_evicted_again(self, chain: Chain) -> bool:
         """Returns whether the blocks of the chain that were written were written MAX_WRITES_PER_BLOCK times on average.
         A chain may name many more: those behind its units, and a state for every unit, of which hardly any exist."""
-        fewest = max(chain.num_units * self._layout.kv_blocks_per_unit, len(chain.history.fates))
-        return chain.history.num_writes >= MAX_WRITES_PER_BLOCK * fewest
+        fewest = max(chain.num_units * self._layout.kv_blocks_per_unit, len(chain.log.given))
+        return chain.log.num_writes >= MAX_WRITES_PER_BLOCK * fewest
 
     def ended(self, writes: Ended) -> None:
         """Takes in writes that have ended."""
@@ -251,27 +242,25 @@ class WriteThrough:
             return
         self._pace.progressed(self._clock())
         _count_results(writes, self._count)
-        histories = self._blocks.end(writes.keys)
+        chains = self._blocks.end(writes.keys)
         if self.promised.deadlines:
             # The tier keeps what is promised of these from now on.
-            self.backlog.settle(writes.good.keys)
             self.promised.written(writes.good.keys)
-        failed: dict[WriteLog, bool] = {}
-        """The requests of which writes have failed, and whether that was a failure of the tier."""
+        failed: dict[Chain, bool] = {}
+        """The chains of which writes have failed, and whether that was a failure of the tier."""
         if not writes.all_ok or 0 in writes.nbytes:
-            for history, result in zip(histories, writes.results, strict=True):
-                if not result.ok:
-                    self._blocks.num_lost += 1
-                    history.fates[result.key] = WriteOutcome.LOST
+            self._blocks.num_lost += len(writes) - writes.errors.count(None)
+            for chain, result in zip(chains, writes.results, strict=True):
+                if chain is not None and not result.ok:
+                    chain.log.lost.add(result.key)
                     # A block that is GONE was deleted for another chain.
-                    failed[history] = failed.get(history, False) or result.error is not TierError.GONE
-                elif not result.nbytes:
-                    history.fates[result.key] = WriteOutcome.FOREIGN
+                    failed[chain] = failed.get(chain, False) or result.error is not TierError.GONE
+                elif chain is not None and not result.nbytes:
+                    chain.log.foreign.add(result.key)
         self.backlog.wake(writes.keys)
-        for history, is_failure in failed.items():
-            history.num_failures += is_failure
-            if history.chain is not None:
-                self._rewrite(history.chain)
+        for chain, is_failure in failed.items():
+            chain.log.num_failures += is_failure
+            self._rewrite(chain)
 
     def _plan(self, chain: Chain) -> WritePlan:
         """Returns which blocks of the chain are to be written next."""
@@ -281,7 +270,7 @@ class WriteThrough:
             chain.verify_at, chain.losses, chain.done = before + before // 4, losses, 0
         # The last unit that is done is looked up again in any case.
         start, num_units = max(0, chain.done - 1), FIRST_UNITS
-        look = partial(self._blocks.look, history=chain.history)
+        look = partial(self._blocks.look, chain=chain)
         while True:
             stop = min(chain.num_units, start + num_units)
             plan = plan_writes(self._layout, chain.by_group, start, stop, stop == chain.num_units, look)
@@ -292,7 +281,7 @@ class WriteThrough:
 
     # The end of a chain.
 
-    def _stop(self, chain: Chain, holes: Sequence[OffloadKey]) -> None:
+    def _stop(self, chain: Chain, holes: Keys) -> None:
         """Stops writing the chain where the tier lacks ``holes`` and cannot be given any of them now, see WritePlan."""
         # The last blocks of a request are still on their way to the host when it ends.
         pending = (self._host.table.states(holes) == PENDING).tolist()
@@ -309,16 +298,16 @@ class WriteThrough:
         is_over = chain.is_whole or chain.request is None
         if chain.promised and is_over:
             # It has these already, or no lookup could use them.
-            self._give_up([key for key in chain.promised if key not in self.writing])
+            self.promised.give_up([key for key in chain.promised if key not in self.writing])
         self.backlog.move(chain, ChainState.HELD if chain.promised or not is_over else ChainState.GONE)
-        if chain.is_whole and chain.history.num_writes > chain.num_writes_before:
+        if chain.is_whole and chain.log.num_writes > chain.num_writes_before:
             # Blocks written after the request had ended are newer than those before them in the chain.
-            self._tier.touch(chain.keys, list(chain.history.fates))
+            self._tier.touch(chain.keys, chain.log.given)
 
     def _rewrite(self, chain: Chain) -> None:
         """A write has failed: after a pause, looks the chain up again from its head, so that writing continues where
         the tier lacks a block, or cuts it off there."""
-        if not chain.promised and chain.history.num_failures > MAX_REWRITES:
+        if not chain.promised and chain.log.num_failures > MAX_REWRITES:
             self._blocks.delete_unreachable(chain)
             self.backlog.move(chain, ChainState.GONE)
         else:
@@ -327,8 +316,7 @@ class WriteThrough:
 
     def _drop(self, chain: Chain) -> None:
         self._count("dropped_writes", self._blocks.num_lacking(chain, in_host=True))
-        if chain.promised:
-            self._give_up(list(chain.promised))
+        self.promised.give_up(list(chain.promised))
         self.backlog.move(chain, ChainState.GONE)
         self._blocks.delete_unreachable(chain)
 
@@ -344,32 +332,12 @@ class WriteThrough:
                 layout = self._layout
                 for group, per_unit, keys in zip(layout.groups, layout.blocks_per_unit, chain.by_group, strict=True):
                     before = keys[: chain.done * per_unit] if group.is_full else []
-                    lacking = (self._tier.contains(before) == MISS) & ~self._blocks.in_tier(before, chain.history)
+                    lacking = (self._tier.contains(before) == MISS) & ~self._blocks.in_tier(before, chain)
                     if lacking.any():
                         raise IntegrityError("a chain is written behind a hole")
 
 
-def most_units(
-    tier: Tier, layout: ChainLayout, admission: Admission | None, by_group: Sequence[Sequence[OffloadKey]]
-) -> int:
-    """Returns how many leading units of a chain ``tier`` may be given: what it has room for, since the tail of a longer
-    chain would evict its head, and what the ``admission`` accepts, since nothing behind could be found. None accepts
-    all."""
-    num_units = layout.num_units(by_group)
-    most_blocks = tier.most_blocks(by_group[0][0]) if num_units else None
-    if most_blocks is not None:
-        num_units = min(num_units, max(0, most_blocks - layout.num_states) // layout.kv_blocks_per_unit)
-    if admission is not None:
-        for keys, per_unit in zip(by_group, layout.blocks_per_unit, strict=True):
-            accepted = admission.accepts(keys[: num_units * per_unit])
-            if not all(accepted):
-                num_units = accepted.index(False) // per_unit
-    return num_units
-
-
-def promised_units(
-    layout: ChainLayout, by_group: Sequence[Sequence[OffloadKey]], promised: Collection[OffloadKey]
-) -> int:
+def promised_units(layout: ChainLayout, by_group: ByGroup, promised: Collection[OffloadKey]) -> int:
     """Returns how many leading units of a chain have all of ``promised``."""
     num_units = 0
     for keys, per_unit in zip(by_group, layout.blocks_per_unit, strict=True):
