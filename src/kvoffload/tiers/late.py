@@ -214,8 +214,8 @@ class LateTier(Tier):
             tier.give_up()
             self._log.warning(
                 "%s: THE %s TIER HAS LOST ITS FILES: %s. Its space is given back, and the tier opens anew in the "
-                "directory that is there now. Let no other program remove files there; kvoffload disk clear does that "
-                "while the server is stopped",
+                "directory that is there now. Let no other program remove or rename it or its files; kvoffload disk "
+                "clear empties it while the server is stopped",
                 self._opener.setting,
                 self.name.upper(),
                 tier.loss,

@@ -88,7 +88,7 @@ class SharedDirTier(RenewableTier):
 
     name = "shared_dir"
     is_shared = True
-    loss = "they were removed, or another server has taken the folder because this one was silent for too long"
+    loss = "others have removed or moved them, or taken the folder because this server was silent for too long"
 
     def __init__(
         self,
