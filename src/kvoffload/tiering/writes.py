@@ -217,7 +217,7 @@ class WriteThrough:
             plan = self._plan(chain)
             keys = plan.keys[: room - len(begun)]
             if keys:
-                if not chain.promised and self._is_evicted_again(chain):
+                if self._is_evicted_again(chain):
                     self._drop(chain)
                     continue
                 taken = self._blocks.begin(keys, chain.history)
@@ -243,7 +243,7 @@ class WriteThrough:
         """Returns whether the blocks of the chain that were written were written MAX_WRITES_PER_BLOCK times on average.
         A chain may name many more: those behind its units, and a state for every unit, of which hardly any exist."""
         fewest = max(chain.num_units * self._layout.kv_blocks_per_unit, len(chain.history.fates))
-        return chain.history.num_writes >= MAX_WRITES_PER_BLOCK * fewest
+        return chain.history.num_writes - chain.history.num_lost >= MAX_WRITES_PER_BLOCK * fewest
 
     def ended(self, writes: Ended) -> None:
         """Takes in writes that have ended."""
@@ -263,6 +263,7 @@ class WriteThrough:
                 if not result.ok:
                     self._blocks.num_lost += 1
                     history.fates[result.key] = WriteOutcome.LOST
+                    history.num_lost += 1
                     # A block that is GONE was deleted for another chain.
                     failed[history] = failed.get(history, False) or result.error is not TierError.GONE
                 elif not result.nbytes:
