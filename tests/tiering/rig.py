@@ -139,8 +139,8 @@ class SpyTier(MemoryTier):
 
 
 class SharedTier(SpyTier):
-    """Is used by others too. Bounds itself, unless it has ``room``. Remembers what it was asked to hand over and to look
-    for. As long as ``knows`` is False, it does not say what it holds; unless it ``is_open``, its directory has not
+    """Is used by others too, and bounds itself, unless it has ``room``. Remembers what it was asked to hand over and to
+    look for. As long as ``knows`` is False, it does not say what it holds; unless it ``is_open``, its directory has not
     answered yet."""
 
     is_shared = True
@@ -169,8 +169,11 @@ class SharedTier(SpyTier):
         self.handed_over.append(list(keys))
         return "seat-7"
 
-    def look_for(self, keys: Sequence[OffloadKey], place: str, pause_s: float) -> None:
+    def look_for(
+        self, keys: Sequence[OffloadKey], place: str, pause_s: float, chain: Collection[OffloadKey] = ()
+    ) -> None:
         self.looked_for.append((list(keys), place, pause_s))
+        self.chain = list(chain)
 
 
 class Rig:

@@ -31,7 +31,7 @@ def awaiting(
     """A request to which ``keys`` are handed over."""
     places = {SHARED: "seat-1"} if places is None else places
     now = rig.clock.now
-    return ReqContext("awaiting", awaited=Awaited(frozenset(keys), places, now, now + seconds))
+    return ReqContext("awaiting", awaited=Awaited(dict.fromkeys(keys), places, now, now + seconds))
 
 
 def states(rig: Rig, keys: list[OffloadKey], context: ReqContext | None) -> list[int]:
@@ -97,6 +97,7 @@ def test_a_request_waits_for_what_is_handed_over_until_its_deadline() -> None:
         assert states(rig, keys, context)[0] == RETRY
         assert states(rig, others, context) == [MISS], "nobody hands it over"
     assert {tuple(looked) for looked, _, _ in shared.looked_for} == {tuple(keys)}
+    assert shared.chain == keys
     rig.clock.now = start + DEADLINE_S
     assert states(rig, keys, context)[0] == MISS
     assert len(shared.looked_for) == 3

@@ -266,9 +266,11 @@ class LateTier(Tier):
     def hand_over(self, keys: Sequence[OffloadKey]) -> str:
         return super().hand_over(keys) if self._tier is None else self._tier.hand_over(keys)
 
-    def look_for(self, keys: Sequence[OffloadKey], place: str, pause_s: float) -> None:
+    def look_for(
+        self, keys: Sequence[OffloadKey], place: str, pause_s: float, chain: Collection[OffloadKey] = ()
+    ) -> None:
         if self._tier is not None:
-            self._tier.look_for(keys, place, pause_s)
+            self._tier.look_for(keys, place, pause_s, chain)
 
     def delete(self, keys: Sequence[OffloadKey]) -> None:
         if self._tier is not None:

@@ -260,7 +260,9 @@ class SharedDirTier(RenewableTier):
         self._write_journal_now()
         return self.seat.name
 
-    def look_for(self, keys: Sequence[OffloadKey], place: str, pause_s: float) -> None:
+    def look_for(
+        self, keys: Sequence[OffloadKey], place: str, pause_s: float, chain: Collection[OffloadKey] = ()
+    ) -> None:
         # Whatever request has the follower woken next, it follows this seat too.
         self._follower.follow_now(place)
         now = self._runs_on.clock()
