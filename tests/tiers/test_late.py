@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -422,13 +421,8 @@ def remove_directory(path: Path) -> None:
 LOSSES = (remove_files, remove_folder, rename_directory, replace_directory, remove_directory)
 
 
-@pytest.mark.parametrize(
-    ("made", "engines", "lose"),
-    [
-        *product([DiskConfig], [1, 2], LOSSES),
-        *product([SharedDirConfig], [1], LOSSES),
-    ],
-)
+@pytest.mark.parametrize("lose", LOSSES)
+@pytest.mark.parametrize(("made", "engines"), [(DiskConfig, 1), (DiskConfig, 2), (SharedDirConfig, 1)])
 def test_a_tier_that_lost_its_files_opens_anew(
     tmp_path: Path,
     opened: ExitStack,

@@ -13,26 +13,14 @@ from kvoffload.cache.keys import make_offload_key
 from kvoffload.tiers.object_store import contents as object_contents
 from kvoffload.tiers.object_store.bucket import Answer, Found
 from kvoffload.tiers.object_store.client import ObjectStoreClient
-from kvoffload.tiers.object_store.contents import (
-    OBJECT_BYTES,
-    Places,
-    contents,
-    make_note,
-    mark,
-)
+from kvoffload.tiers.object_store.contents import OBJECT_BYTES, Places, contents, make_note, mark
 from kvoffload.tiers.remote.client import Outcome
 from kvoffload.tiers.remote.record import ValueFormat
 from tests.tiers.object_store.memory_bucket import MemoryBucket
 from tests.tiers.object_store.rig import chain
 from tests.tiers.remote.rig import FINGERPRINT, tier_here
 
-OK, MISSING, HELD, FAILED, OTHER_SIZE = (
-    Outcome.OK,
-    Outcome.MISSING,
-    Outcome.HELD,
-    Outcome.FAILED,
-    Outcome.OTHER_SIZE,
-)
+OK, MISSING, HELD, FAILED, OTHER_SIZE = (Outcome.OK, Outcome.MISSING, Outcome.HELD, Outcome.FAILED, Outcome.OTHER_SIZE)
 VALUE_BYTES = 40
 """The smallest values, so that MAX_VALUES of them share an object."""
 
