@@ -32,7 +32,7 @@ from kvoffload.lab.trace import Ints, Trace
 TEXTBOOK = {"fifo": "FIFO", "s3fifo": "S3FIFO", "sieve": "Sieve", "lirs": "LIRS", "2q": "TwoQ"}
 """Classes of libcachesim."""
 LEAST_BLOCKS = {"lirs": 2, "s3fifo": 10}
-"""In fewer, LIRS of libcachesim takes no block, and S3FIFO aborts the process: its small queue, a tenth, has no room."""
+"""In fewer, libcachesim's LIRS takes no block, and S3FIFO aborts the process: a tenth of them is its small queue."""
 SINGLE = ("lru", "arc", *(TEXTBOOK if importlib.util.find_spec("libcachesim") else ()))
 PEERS = ("vllm:lru", "vllm:arc") if importlib.util.find_spec("vllm") else ()
 """Policies of vLLM, in its own manager."""
