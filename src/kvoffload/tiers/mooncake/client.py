@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -84,7 +85,7 @@ class MooncakeClient(StoreClient):
         self._putting: contextlib.AbstractContextManager[Any] = new()
         self._moved_at = -math.inf
         """When a value was last moved."""
-        self._away: dict[str, float] = {}
+        self._away: OrderedDict[str, float] = OrderedDict()
         """Until when each value is not asked for, the oldest first."""
         self._lock = threading.Lock()
 
@@ -114,7 +115,7 @@ class MooncakeClient(StoreClient):
                         self._away.pop(names[i], None)
                         self._away[names[i]] = now + AWAY_S
                         if len(self._away) > MAX_AWAY:
-                            del self._away[next(iter(self._away))]
+                            self._away.popitem(last=False)
         return outcomes
 
     def get(self, names: Sequence[str], buffers: Sequence[Sequence[ByteArray]]) -> list[Outcome]:
