@@ -60,7 +60,7 @@ class WriteLog:
     fates: dict[OffloadKey, WriteOutcome] = field(default_factory=dict)
     num_writes: int = 0
     num_lost: int = 0
-    """Those of them that have failed."""
+    """Those of them that have failed; without those of blocks that were deleted meanwhile."""
     num_failures: int = 0
     rest_s: float = 0.0
     """The latest pause after a failure, and when it ends."""

@@ -263,7 +263,7 @@ class WriteThrough:
                 if not result.ok:
                     self._blocks.num_lost += 1
                     history.fates[result.key] = WriteOutcome.LOST
-                    history.num_lost += 1
+                    history.num_lost += result.error is not TierError.GONE
                     # A block that is GONE was deleted for another chain.
                     failed[history] = failed.get(history, False) or result.error is not TierError.GONE
                 elif not result.nbytes:
