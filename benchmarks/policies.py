@@ -31,6 +31,8 @@ from kvoffload.lab.trace import Ints, Trace
 
 TEXTBOOK = {"fifo": "FIFO", "s3fifo": "S3FIFO", "sieve": "Sieve", "lirs": "LIRS", "2q": "TwoQ"}
 """Classes of libcachesim."""
+LEAST_BLOCKS = {"lirs": 2, "s3fifo": 10}
+"""In fewer, libcachesim's LIRS takes no block, and S3FIFO aborts the process: a tenth of them is its small queue."""
 SINGLE = ("lru", "arc", *(TEXTBOOK if importlib.util.find_spec("libcachesim") else ()))
 PEERS = ("vllm:lru", "vllm:arc") if importlib.util.find_spec("vllm") else ()
 """Policies of vLLM, in its own manager."""
@@ -63,8 +65,9 @@ def main(out: Path, quick: bool) -> None:
             trace = trace.between(0, 0.1)
         jobs = [(capacity, policy) for capacity in CAPACITIES for policy in POLICIES]
         with ProcessPoolExecutor(initializer=_start, initargs=(trace,)) as pool:
-            cells += pool.map(_cell, jobs)
-        show(cells[-len(jobs) :])
+            found = [cell for cell in pool.map(_cell, jobs) if cell is not None]
+        show(found)
+        cells += found
     out.mkdir(parents=True, exist_ok=True)
     (out / "policies-cells.json").write_text(json.dumps([asdict(cell) for cell in cells], indent=1) + "\n")
     publish("policies", "The self-tuning policy beside the others", list(summary(cells)), out)
@@ -78,9 +81,12 @@ def _start(trace: Trace) -> None:
     _trace = trace
 
 
-def _cell(job: tuple[str, str]) -> Cell:
+def _cell(job: tuple[str, str]) -> Cell | None:
+    """Returns None if the policy cannot have that capacity."""
     capacity, policy = job
     blocks = parse_capacity(capacity, _trace, DEFAULT_MODEL)
+    if blocks < LEAST_BLOCKS.get(policy, 1):
+        return None
     if policy in TEXTBOOK:
         hits, writes = _simulated(_trace, TEXTBOOK[policy], blocks)
     elif policy == BOUND:
@@ -125,7 +131,8 @@ def show(cells: list[Cell]) -> None:
     print(f"\n{cells[0].trace}: prefix-hit tokens, % (second half of the trace's time)")
     print(f"  {'':<12}" + "".join(f"{capacity:>9}" for capacity in CAPACITIES))
     for policy in POLICIES:
-        figures = "".join(f"{by_place[policy, capacity].second_half:9.2f}" for capacity in CAPACITIES)
+        here = [by_place.get((policy, capacity)) for capacity in CAPACITIES]
+        figures = "".join(f"{'-':>9}" if cell is None else f"{cell.second_half:9.2f}" for cell in here)
         print(f"  {policy:<12}{figures}")
     shares = "".join(f"{100 * gap_share(by_place, capacity, 'second_half'):9.1f}" for capacity in CAPACITIES)
     print(f"  {'gap closed':<12}{shares}   by auto, % of the way from lru to the bound")
@@ -143,7 +150,7 @@ def summary(cells: list[Cell]) -> Iterator[Row]:
     by_place = {(cell.trace, cell.capacity, cell.policy): cell for cell in cells}
     for part in ("second_half", "whole"):
         found = {at: getattr(cell, part) for at, cell in by_place.items()}
-        gaps = [found[*at, "auto"] - max(found[*at, policy] for policy in SINGLE) for at in places]
+        gaps = [found[*at, "auto"] - max(found.get((*at, policy), 0.0) for policy in SINGLE) for at in places]
         name = part.replace("_", " ")
         yield Row(f"auto minus the best of {len(SINGLE)}, mean ({name})", float(np.mean(gaps)), "points")
         worst = int(np.argmin(gaps))

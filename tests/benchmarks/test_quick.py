@@ -47,6 +47,19 @@ def test_those_that_are_fast_run(tmp_path: Path) -> None:
     assert set(FAST) < set(BENCHMARKS)
 
 
+def test_libcachesim_is_not_asked_for_a_size_that_ends_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policies = pytest.importorskip("benchmarks.policies")
+    pytest.importorskip("libcachesim")
+    for name, value in {"POLICIES": ("lru", "s3fifo", "auto", "bound"), "PEERS": (), "SYNTHETIC": {"chat": 30}}.items():
+        monkeypatch.setattr(policies, name, value)
+    monkeypatch.delenv("KVOFFLOAD_TRACES", raising=False)
+    policies.main(tmp_path, quick=False)
+    (row,) = (line.split() for line in capsys.readouterr().out.splitlines() if "s3fifo" in line.split()[:1])
+    assert row[1] == "-" != row[-1]
+
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -63,9 +63,7 @@ HOSTS_ONLY = {name: values for name, values in HEALTHY.items() if "tier_" not in
 
 FAULTS: dict[str, dict[str, str]] = {
     "KvoffloadOff": {"kvoffload:off": "0x93 1x3"},
-    "KvoffloadMissing": {
-        'up{job="vllm",instance="b:8000"}': "1x96",
-    },
+    "KvoffloadMissing": {'up{job="vllm",instance="b:8000"}': "1x96"},
     "KvoffloadTierOff": {"kvoffload:tier_off:disk": "0x93 1x3"},
     "KvoffloadTierPaused": {"kvoffload:tier_paused:write,disk": "0x93 1x3"},
     "KvoffloadTierMissing": {"kvoffload:tier_capacity_bytes:disk": "0x96"},
@@ -119,11 +117,7 @@ QUERIES: dict[str, str] = {
 def case(values: dict[str, str], firing: list[str]) -> dict[str, Any]:
     """Returns a test of promtool: exactly the alerts ``firing`` fire at the end, each once."""
     samples = [{"labels": f'{{alertname="{name}"}}', "value": 1} for name in firing]
-    query = {
-        "expr": 'count by (alertname) (ALERTS{alertstate="firing"})',
-        "eval_time": END,
-        "exp_samples": samples,
-    }
+    query = {"expr": 'count by (alertname) (ALERTS{alertstate="firing"})', "eval_time": END, "exp_samples": samples}
     return {"interval": STEP, "input_series": series(values), "promql_expr_test": [query]}
 
 

@@ -118,10 +118,7 @@ GEMMA_SIZES: dict[str, Any] = {
         # Gemma 3n: four layers have KV of their own.
         ({"intermediate_size": [256] * 4 + [384] * 2}, 4 * 2 * 2 * 32 * 4),
         # Gemma 4: the only layer with full attention among them has one head of 64.
-        (
-            {"global_head_dim": 64, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
-            (3 * 2 * 32 + 64) * 2 * 4,
-        ),
+        ({"global_head_dim": 64, "num_global_key_value_heads": 1, "attention_k_eq_v": True}, (3 * 2 * 32 + 64) * 2 * 4),
         (
             {"global_head_dim": 64, "per_layer_config": {"2": {"head_dim": 64, "num_key_value_heads": 1}}},
             (3 * 2 * 32 + 64) * 2 * 4,

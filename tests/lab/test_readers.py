@@ -472,12 +472,7 @@ def figures(trace: Trace) -> list[dict[str, object]]:
     return [replay(trace, config).to_dict() | {"seconds": 0} for config in configs]
 
 
-SOURCES: list[Path | str] = [
-    *sorted(SAMPLES.glob("*.made.jsonl")),
-    "chat",
-    "agent",
-    "documents",
-]
+SOURCES: list[Path | str] = [*sorted(SAMPLES.glob("*.made.jsonl")), "chat", "agent", "documents"]
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=[Path(source).name for source in SOURCES])

@@ -349,7 +349,7 @@ class PairServer(SharingServer):
             if answer is not None:
                 keys = answer.keys(engine.scheduler.layout, state.blocks.keys)
                 assert keys, "an answer that this server itself does not understand"
-                self._handed_over |= keys
+                self._handed_over.update(keys)
             return answer
 
         def watched_retain(

@@ -139,12 +139,14 @@ class SpyTier(MemoryTier):
 
 
 class SharedTier(SpyTier):
-    """Bounds itself and is used by others too. Remembers what it was asked to hand over and to look for. As long as
-    ``knows`` is False, it does not say what it holds; unless it ``is_open``, its directory has not answered yet."""
+    """Is used by others too, and bounds itself, unless it has ``room``. Remembers what it was asked to hand over and to
+    look for. As long as ``knows`` is False, it does not say what it holds; unless it ``is_open``, its directory has not
+    answered yet."""
 
     is_shared = True
     knows = True
     is_open = True
+    room: int | None = None
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
@@ -160,12 +162,18 @@ class SharedTier(SpyTier):
             states[:] = LookupState.RETRY
         return states
 
+    def most_blocks(self, key: OffloadKey) -> int | None:
+        return self.room
+
     def hand_over(self, keys: Sequence[OffloadKey]) -> str:
         self.handed_over.append(list(keys))
         return "seat-7"
 
-    def look_for(self, keys: Sequence[OffloadKey], place: str, pause_s: float) -> None:
+    def look_for(
+        self, keys: Sequence[OffloadKey], place: str, pause_s: float, chain: Collection[OffloadKey] = ()
+    ) -> None:
         self.looked_for.append((list(keys), place, pause_s))
+        self.chain = list(chain)
 
 
 class Rig:

@@ -229,7 +229,7 @@ def test_a_shared_tier_without_a_bug_is_asked() -> None:
     looked_for: list[Any] = []
     rig = Rig(is_shared=True, hand_over=lambda keys: "here", look_for=lambda *args: looked_for.append(args))
     assert hand_over(rig) == {"memory": "here"}
-    assert [place for _, place, _ in looked_for] == ["there"]
+    assert [place for _, place, *_ in looked_for] == ["there"]
     assert not rig.is_off
     rig.manager.shutdown()
 

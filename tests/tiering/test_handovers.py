@@ -8,6 +8,7 @@ import pytest
 
 from kvoffload.abc import Awaited, LookupState, MissReason, OffloadKey, ReqContext
 from kvoffload.tiering.lookup import LOOK_AGAIN_S, LOOK_AGAIN_SHARE
+from kvoffload.tiering.writes import MAX_WRITES_PER_BLOCK, REFUSAL_S
 from tests.tiering.rig import B, Rig, SharedTier, chain, with_shared
 
 HOST_BLOCKS = 64
@@ -30,7 +31,7 @@ def awaiting(
     """A request to which ``keys`` are handed over."""
     places = {SHARED: "seat-1"} if places is None else places
     now = rig.clock.now
-    return ReqContext("awaiting", awaited=Awaited(frozenset(keys), places, now, now + seconds))
+    return ReqContext("awaiting", awaited=Awaited(dict.fromkeys(keys), places, now, now + seconds))
 
 
 def states(rig: Rig, keys: list[OffloadKey], context: ReqContext | None) -> list[int]:
@@ -50,6 +51,24 @@ def test_shared_tiers_are_told_and_named() -> None:
     rig.manager.reset()
     assert rig.manager.tiers[1].is_off
     assert rig.manager.hand_over(keys) == ({}, 0), "and those that are off are not"
+
+
+@pytest.mark.parametrize("room", [None, 16])
+def test_what_a_tier_has_no_room_for_is_not_promised_nor_written_in_a_circle(room: int | None) -> None:
+    """Each write beyond the tier's room evicts a block of the same hand-over. One that bounds itself cannot say so."""
+    rig, shared = with_shared(host_blocks=512, tier_blocks=16)
+    shared.room, shared.most_writes = room, 4
+    keys, others = chain("x", 40), chain("y", 4)
+    if room:
+        assert rig.manager.hand_over(keys) == ({}, room)
+        keys = keys[: room - 1]
+    assert rig.manager.hand_over(keys).places
+    assert rig.manager.hand_over(others).num_blocks == (1 if room else 4), "beside what is promised before"
+    rig.store(keys)
+    for _ in range(100):
+        rig.settle()
+        rig.clock.now += REFUSAL_S
+    assert len(keys) <= len(shared.writes) <= MAX_WRITES_PER_BLOCK * len(keys) + shared.most_writes
 
 
 # The server that goes on.
@@ -78,6 +97,7 @@ def test_a_request_waits_for_what_is_handed_over_until_its_deadline() -> None:
         assert states(rig, keys, context)[0] == RETRY
         assert states(rig, others, context) == [MISS], "nobody hands it over"
     assert {tuple(looked) for looked, _, _ in shared.looked_for} == {tuple(keys)}
+    assert shared.chain == keys
     rig.clock.now = start + DEADLINE_S
     assert states(rig, keys, context)[0] == MISS
     assert len(shared.looked_for) == 3

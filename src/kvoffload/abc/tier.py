@@ -177,9 +177,12 @@ class Tier(ABC):
         soon as it is written. Returns where it is to look for them, for ``look_for``; by default it need not know."""
         return ""
 
-    def look_for(self, keys: Sequence[OffloadKey], place: str, pause_s: float) -> None:
+    def look_for(
+        self, keys: Sequence[OffloadKey], place: str, pause_s: float, chain: Collection[OffloadKey] = ()
+    ) -> None:
         """A request waits for ``keys``, which the tier has said to lack and another process is writing in ``place``:
-        the medium is asked for them again if it was last asked ``pause_s`` seconds ago or earlier. By default
+        the medium is asked for them again if it was last asked ``pause_s`` seconds ago or earlier. ``chain``: all that
+        the other process hands over, head first; others may hold a block together with one before it. By default
         ``contains`` always knows."""
         return None
 

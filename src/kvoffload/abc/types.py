@@ -8,7 +8,7 @@ medium. A *store* copies from device to host, a *load* from host to device.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -131,10 +131,11 @@ class Awaited:
     """Blocks that another server hands over to a request: it stores them in a tier that both use.
 
     Between ``since`` and ``until``, by the manager's clock, a block of ``keys`` that shared tiers lack may still come.
-    ``places`` says by name of the tier where it is looked for, see ``Tier.hand_over``.
+    ``keys`` are in the order of their chain, and one is found among them at once, as in a dict. ``places`` says by name
+    of the tier where it is looked for, see ``Tier.hand_over``.
     """
 
-    keys: frozenset[OffloadKey]
+    keys: Collection[OffloadKey]
     places: Mapping[str, str]
     since: float
     until: float

@@ -45,12 +45,12 @@ class Handover:
         """Returns the options of a request to the server that goes on."""
         return {"handover": {**asdict(self), "places": dict(self.places)}}
 
-    def keys(self, layout: KeyLayout, keys: Sequence[Sequence[OffloadKey]]) -> frozenset[OffloadKey] | None:
+    def keys(self, layout: KeyLayout, keys: Sequence[Sequence[OffloadKey]]) -> dict[OffloadKey, None] | None:
         """Returns those of a request's ``keys``, by group, that it is about: what a request needs to continue behind
-        its tokens. None if the request has other tokens, or this server gives blocks other names."""
+        its tokens, in order. None if the request has other tokens, or this server gives blocks other names."""
         if self.name != name_of(layout, keys, self.tokens):
             return None
-        return frozenset(layout.needed_keys(keys, self.tokens))
+        return dict.fromkeys(layout.needed_keys(keys, self.tokens))
 
 
 def is_handover(value: object) -> bool:

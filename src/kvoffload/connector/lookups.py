@@ -104,7 +104,7 @@ def _look_up(lookups: Lookups, state: RequestState, computed: int) -> Match:
         return wait
     if (handover := state.lookup.handover) is not None and state.context.awaited is None:
         # From now on, if the request has the keys that are handed over to it.
-        handed, now = handover.keys(layout, state.blocks.keys) or frozenset(), lookups.jobs.observer.clock()
+        handed, now = handover.keys(layout, state.blocks.keys) or {}, lookups.jobs.observer.clock()
         until = now + lookups.patience.wait_s(handover.server, lookups.deadline_s)
         state.context = replace(state.context, awaited=Awaited(handed, handover.places, now, until))
     if not is_worth:

@@ -49,6 +49,8 @@ class WriteLog:
     lost: set[OffloadKey] = field(default_factory=set)
     """Those of which the latest write has failed."""
     num_writes: int = 0
+    num_failed: int = 0
+    """Those of them that have failed; without those of blocks that were deleted meanwhile."""
     num_failures: int = 0
     rest_s: float = 0.0
     """The latest pause after a failure, and when it ends."""

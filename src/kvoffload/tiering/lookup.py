@@ -302,7 +302,7 @@ def _until_handed_over(search: TierSearch, awaited: Awaited, tier: LowerTier, ke
         coming = [keys[i] for i in lacking]
         search.gate.reasons.record(coming[:1], MissReason.NOT_IN_TIME)
         pause_s = max(LOOK_AGAIN_S, (search.now - awaited.since) * LOOK_AGAIN_SHARE)
-        tier.tier.look_for(coming, awaited.places.get(tier.name, ""), pause_s)
+        tier.tier.look_for(coming, awaited.places.get(tier.name, ""), pause_s, awaited.keys)
         states = states.copy()
         states[lacking] = RETRY
     return states

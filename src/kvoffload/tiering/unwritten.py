@@ -61,18 +61,22 @@ class UnwrittenPins:
         return answer
 
     def hand_over(self, keys: Keys) -> HandedOver:
-        """Promises ``keys`` to the shared tiers. What one has not got yet stays in host memory until it has, if there
-        is room for all of them."""
+        """Promises ``keys`` to the shared tiers that can hold all of them beside what is promised there. What one has
+        not got yet stays in host memory until it has, if there is room for all of that."""
         places, most = dict[str, str](), 0
         for tier in self._common.tiers:
             if tier.tier.is_shared and tier.takes_chains and tier.tier.stats().capacity_bytes != 0:
-                lacking = _lacking(tier, keys)
-                num_waiting = self.num_with_room(lacking)
+                lacking, promised = _lacking(tier, keys), tier.writes.promised
+                num_waiting, num_here = self.num_with_room(lacking), len(keys)
                 if num_waiting < len(lacking):
-                    most = max(most, keys.index(lacking[num_waiting]))
-                else:
-                    places[tier.name], most = tier.tier.hand_over(keys), len(keys)
-                    tier.writes.promised.add(lacking)
+                    num_here = keys.index(lacking[num_waiting])
+                most_blocks = tier.tier.most_blocks(keys[0]) if keys else None
+                if most_blocks is not None:
+                    num_here = min(num_here, max(0, most_blocks - len(promised.deadlines.keys() - set(keys))))
+                if num_here == len(keys):
+                    places[tier.name] = tier.tier.hand_over(keys)
+                    promised.add(lacking)
+                most = max(most, num_here)
         return HandedOver(places, most)
 
     def num_with_room(self, keys: Keys) -> int:

@@ -208,7 +208,7 @@ class WriteThrough:
             plan = self._plan(chain)
             keys = plan.keys[: room - len(begun)]
             if keys:
-                if not chain.promised and self._is_evicted_again(chain):
+                if self._is_evicted_again(chain):
                     self._drop(chain)
                     continue
                 taken = self._blocks.begin(keys, chain)
@@ -234,7 +234,7 @@ class WriteThrough:
         """Returns whether the blocks of the chain that were written were written MAX_WRITES_PER_BLOCK times on average.
         A chain may name many more: those behind its units, and a state for every unit, of which hardly any exist."""
         fewest = max(chain.num_units * self._layout.kv_blocks_per_unit, len(chain.log.given))
-        return chain.log.num_writes >= MAX_WRITES_PER_BLOCK * fewest
+        return chain.log.num_writes - chain.log.num_failed >= MAX_WRITES_PER_BLOCK * fewest
 
     def ended(self, writes: Ended) -> None:
         """Takes in writes that have ended."""
@@ -252,9 +252,11 @@ class WriteThrough:
             self._blocks.num_lost += len(writes) - writes.errors.count(None)
             for chain, result in zip(chains, writes.results, strict=True):
                 if chain is not None and not result.ok:
-                    chain.log.lost.add(result.key)
                     # A block that is GONE was deleted for another chain.
-                    failed[chain] = failed.get(chain, False) or result.error is not TierError.GONE
+                    is_failure = result.error is not TierError.GONE
+                    chain.log.lost.add(result.key)
+                    chain.log.num_failed += is_failure
+                    failed[chain] = failed.get(chain, False) or is_failure
                 elif chain is not None and not result.nbytes:
                     chain.log.foreign.add(result.key)
         self.backlog.wake(writes.keys)

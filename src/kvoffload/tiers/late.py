@@ -214,8 +214,8 @@ class LateTier(Tier):
             tier.give_up()
             self._log.warning(
                 "%s: THE %s TIER HAS LOST ITS FILES: %s. Its space is given back, and the tier opens anew in the "
-                "directory that is there now. Let no other program remove files there; kvoffload disk clear does that "
-                "while the server is stopped",
+                "directory that is there now. Let no other program remove or rename it or its files; kvoffload disk "
+                "clear empties it while the server is stopped",
                 self._opener.setting,
                 self.name.upper(),
                 tier.loss,
@@ -266,9 +266,11 @@ class LateTier(Tier):
     def hand_over(self, keys: Sequence[OffloadKey]) -> str:
         return super().hand_over(keys) if self._tier is None else self._tier.hand_over(keys)
 
-    def look_for(self, keys: Sequence[OffloadKey], place: str, pause_s: float) -> None:
+    def look_for(
+        self, keys: Sequence[OffloadKey], place: str, pause_s: float, chain: Collection[OffloadKey] = ()
+    ) -> None:
         if self._tier is not None:
-            self._tier.look_for(keys, place, pause_s)
+            self._tier.look_for(keys, place, pause_s, chain)
 
     def delete(self, keys: Sequence[OffloadKey]) -> None:
         if self._tier is not None:

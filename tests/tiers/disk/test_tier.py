@@ -20,11 +20,7 @@ from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.disk import index
 from kvoffload.tiers.disk import tier as disk
 from kvoffload.tiers.disk.directory import DirectoryStorage
-from kvoffload.tiers.disk.format import (
-    RECORD_BYTES,
-    payload_checksum,
-    record_offset,
-)
+from kvoffload.tiers.disk.format import RECORD_BYTES, payload_checksum, record_offset
 from kvoffload.tiers.disk.layout import FIXED_BYTES
 from kvoffload.tiers.disk.maintenance import RETRY_S
 from kvoffload.tiers.disk.start import open_disk_tier

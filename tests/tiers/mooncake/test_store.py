@@ -123,6 +123,21 @@ def test_each_fault_ends_in_misses_and_the_tier_comes_back(tmp_path: Path) -> No
     master.kill()
 
 
+def test_a_node_that_is_gone_costs_its_values_only(tmp_path: Path) -> None:
+    """The master says for some seconds that these are there, and each attempt to read one takes a second."""
+    master = Master(tmp_path, "-client_ttl=4")
+    with segment(master, SEGMENT_BYTES):
+        with segment(master, SEGMENT_BYTES):
+            server = Server(master)
+            server.works_again(KEYS)
+        errors = [result.error for result in server.read(KEYS).values()]
+        assert set(errors) == {None, TierError.AWAY}
+        assert server.states(KEYS).count(HIT) == errors.count(None)
+        server.works_again(KEYS)
+        server.close()
+    master.kill()
+
+
 # A store that refuses writes is full, and is read on.
 
 VALUE_BYTES = 64 << 10

@@ -8,30 +8,19 @@ import numpy as np
 import pytest
 
 from kvoffload.abc import ByteArray, OffloadKey
+from kvoffload.abc.tier import HIT, MISS
 from kvoffload.cache.keys import make_offload_key
 from kvoffload.tiers.object_store import contents as object_contents
 from kvoffload.tiers.object_store.bucket import Answer, Found
 from kvoffload.tiers.object_store.client import ObjectStoreClient
-from kvoffload.tiers.object_store.contents import (
-    OBJECT_BYTES,
-    Places,
-    contents,
-    make_note,
-    mark,
-)
+from kvoffload.tiers.object_store.contents import OBJECT_BYTES, Places, contents, make_note, mark
 from kvoffload.tiers.remote.client import Outcome
 from kvoffload.tiers.remote.record import ValueFormat
 from tests.tiers.object_store.memory_bucket import MemoryBucket
 from tests.tiers.object_store.rig import chain
-from tests.tiers.remote.rig import FINGERPRINT
+from tests.tiers.remote.rig import FINGERPRINT, tier_here
 
-OK, MISSING, HELD, FAILED, OTHER_SIZE = (
-    Outcome.OK,
-    Outcome.MISSING,
-    Outcome.HELD,
-    Outcome.FAILED,
-    Outcome.OTHER_SIZE,
-)
+OK, MISSING, HELD, FAILED, OTHER_SIZE = (Outcome.OK, Outcome.MISSING, Outcome.HELD, Outcome.FAILED, Outcome.OTHER_SIZE)
 VALUE_BYTES = 40
 """The smallest values, so that MAX_VALUES of them share an object."""
 
@@ -126,6 +115,21 @@ def test_branches_behind_a_common_head_are_found() -> None:
         reader = client_on(bucket)
         assert reader.exists(names) == [OK] * len(names)
         assert get(reader, names[:64]) == [OK] * 64
+
+
+def test_blocks_handed_over_are_found_in_an_object_that_begins_with_one_of_the_device() -> None:
+    """A request asks for what the device lacks. The object has the name of a block before that."""
+    bucket, keys, pool = MemoryBucket(), chain(3), np.zeros((4, 64), dtype=np.uint8)
+    one, other = (tier_here(client_on(bucket), [pool], ValueFormat(FINGERPRINT, "kv")) for _ in range(2))
+    assert one.write(keys, np.arange(3)) == keys
+    assert all(result.ok for result in one.poll())
+    found = []
+    for before in ([], keys[:2]):
+        other.contains(keys[2:])
+        other.look_for(keys[2:], "", 0.0, [*before, *keys[2:]])
+        other.poll()
+        found += other.contains(keys[2:]).tolist()
+    assert found == [MISS, HIT]
 
 
 def test_only_groups_that_are_looked_up_from_the_head_share_objects() -> None:

@@ -35,13 +35,7 @@ from tests.tiers.redis.rig import (
 
 pytestmark = needs_redis
 
-OK, MISSING, HELD, OTHER, FULL = (
-    Outcome.OK,
-    Outcome.MISSING,
-    Outcome.HELD,
-    Outcome.OTHER_SIZE,
-    Outcome.FULL,
-)
+OK, MISSING, HELD, OTHER, FULL = (Outcome.OK, Outcome.MISSING, Outcome.HELD, Outcome.OTHER_SIZE, Outcome.FULL)
 
 
 @pytest.fixture(scope="module")

@@ -18,17 +18,7 @@ from kvoffload.tiers.redis.login import Login
 from kvoffload.tiers.redis.nodes import NUM_SLOTS, Nodes, NodeTimes
 from kvoffload.tiers.remote.client import Outcome, StoreError
 from tests.tiers.made import closed_later
-from tests.tiers.redis.rig import (
-    HOST,
-    FakeServer,
-    RedisServer,
-    emptied,
-    make_client,
-    names,
-    needs_redis,
-    same,
-    values,
-)
+from tests.tiers.redis.rig import HOST, FakeServer, RedisServer, emptied, make_client, names, needs_redis, same, values
 from tests.tiers.remote.rig import DEADLINE_S, eventually
 
 pytestmark = needs_redis

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvoffload.abc import ByteArray, Tier, TierError
-from kvoffload.abc.tier import HIT, MISS
+from kvoffload.abc.tier import MISS
 from kvoffload.testing.conformance import keys as keys_of
 from kvoffload.testing.tier_conformance import SharedTierConformance
 from kvoffload.tiers.config import TierContext
@@ -61,20 +61,6 @@ def module_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
 def store(module_store: RedisServer) -> RedisServer:
     module_store.raw().flushall()
     return module_store
-
-
-def test_servers_share_blocks_and_other_fingerprints_do_not(store: RedisServer) -> None:
-    one, other, stranger = Server(store, has_process=True), Server(store), Server(store, "6f" * 32)
-    assert one.states(KEYS[:4]) == [MISS] * 4
-    assert all(result.ok and result.nbytes for result in one.write(KEYS[:3]).values())
-    assert other.states(KEYS[:4]) == [HIT] * 3 + [MISS]
-    assert other.errors(KEYS[:3]) == [None] * 3
-    assert stranger.states(KEYS[:3]) == [MISS] * 3
-    assert store.raw().dbsize() == 3
-    one.tier.delete(KEYS[:2])
-    one.works_again(KEYS[4:6])
-    third = Server(store)
-    assert third.states(KEYS[:3]) == [MISS, MISS, HIT]
 
 
 def test_a_server_that_is_killed_and_comes_back_empty(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

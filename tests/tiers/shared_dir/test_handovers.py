@@ -80,22 +80,10 @@ class Counting(DirectoryStorage):
         return super().folders()
 
 
-@pytest.mark.parametrize(
-    "place",
-    [
-        "",
-        "..",
-        "../../etc",
-        "writer-",
-        "writer-01",
-        "writer-1/../..",
-        "writer-9999",
-        "writer-99999",
-        "/tmp",
-        "writer-7\n",
-        "writer-\u0661",
-    ],
-)
+PLACES = "|..|../../etc|writer-|writer-01|writer-1/../..|writer-9999|writer-99999|/tmp|writer-7\n|writer-\u0661"
+
+
+@pytest.mark.parametrize("place", PLACES.split("|"))
 def test_a_place_that_is_no_seat_does_no_harm(
     woken: Callable[..., Woken], clock: Clock, path: Path, place: str
 ) -> None:

@@ -127,19 +127,24 @@ def test_a_server_that_loses_its_seat_stops_writing_there(serve: Serve, clock: C
     assert again.read(1, 2) == {1: None, 2: None}
 
 
-@pytest.mark.parametrize("what", ["its folder", "its blocks", "the directory"])
+@pytest.mark.parametrize("what", ["its folder", "its blocks", "the directory", "the name of the directory"])
 def test_a_server_whose_files_vanish_gives_up_its_seat(serve: Serve, clock: Clock, path: Path, what: str) -> None:
-    """As after a file server came back empty, or somebody removed the files."""
+    """As after a file server came back empty, or somebody removed the files, or renamed the directory."""
     before = len(os.listdir("/proc/self/fd"))
     one, two = serve(boot="a"), serve(boot="b")
     one.write(1, 2)
     two.write(5)
-    shutil.rmtree({"its folder": path / "writer-0", "its blocks": path / "writer-0" / FINGERPRINT}.get(what, path))
+    if "name" in what:
+        (path.rename(path.with_name("moved")) / "writer-9").mkdir()
+        one.tier.others.follow()
+        assert not path.exists()
+    else:
+        shutil.rmtree({"its folder": path / "writer-0", "its blocks": path / "writer-0" / FINGERPRINT}.get(what, path))
     clock.now += LOOK_AROUND_S
     one.background()
     two.background()
     assert one.tier.is_lost
-    assert two.tier.is_lost == (what == "the directory")
+    assert two.tier.is_lost == ("the directory" in what)
     one.tier.give_up()
     one.tier.close()
     again = serve(boot="a")

@@ -53,14 +53,6 @@ def test_the_first_request_finds_what_others_have_written(serve: Serve, tmp_path
         assert opened.finds(1, 2) == [1, 2]
 
 
-def test_blocks_that_another_server_holds_are_not_written_again(serve: Serve) -> None:
-    one, two = serve(), serve()
-    one.write(1, 2)
-    two.tier.others.follow()
-    assert two.write(1, 2, 3) == [3]
-    assert two.tier.stats().num_blocks == 1
-
-
 def test_changes_are_followed_by_the_journal_without_reading_the_index(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:

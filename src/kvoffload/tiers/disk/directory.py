@@ -106,12 +106,19 @@ class DirectoryStorage(Storage):
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], parent: DirectoryStorage | None = None, *, as_is: bool = False
+        self,
+        path: str | os.PathLike[str],
+        parent: DirectoryStorage | None = None,
+        *,
+        within: DirectoryStorage | None = None,
+        as_is: bool = False,
     ) -> None:
-        """``parent`` is closed together with this storage."""
+        """``parent`` is closed together with this storage. The directory is a folder of ``within``, whatever has
+        the path of that now."""
         self.path = Path(path)
         self._as_is = as_is
-        self._fd = os.open(self.path, _FOLDER_FLAGS) if as_is else _open_root(self.path)
+        at = self.path if within is None else Path(f"/proc/self/fd/{within._fd}", self.path.name)
+        self._fd: int = os.open(at, _FOLDER_FLAGS) if as_is else _open_root(self.path, at)
         self._lock_fd = self._start_lock_fd = -1
         self._read_only = as_is or bool(os.fstatvfs(self._fd).f_flag & os.ST_RDONLY)
         self._knows_direct, self._knows_repair = as_is, False
@@ -123,7 +130,7 @@ class DirectoryStorage(Storage):
         return self._read_only
 
     def child(self, name: str) -> DirectoryStorage:
-        return DirectoryStorage(self.path / name, as_is=self._as_is)
+        return DirectoryStorage(self.path / name, within=self, as_is=self._as_is)
 
     def lock(self, shared: bool = False, deadline_s: float | None = None) -> None:
         """Locks the directory, see Storage. With ``shared``, other processes that lock it as shared may own it at the
@@ -462,16 +469,17 @@ def _unlock(fd: int) -> int:
     return -1
 
 
-def _open_root(path: Path) -> int:
+def _open_root(path: Path, at: Path) -> int:
+    """Returns a descriptor of the directory ``at``, which is made if necessary. ``path``: its name in errors."""
     named = "dir", str(path)
-    if path.is_symlink():
-        raise ConfigError(*named, "is a symbolic link", f"name its target, {os.path.realpath(path)!r}")
-    if path.exists() and not path.is_dir():
+    if at.is_symlink():
+        raise ConfigError(*named, "is a symbolic link", f"name its target, {os.path.realpath(at)!r}")
+    if at.exists() and not at.is_dir():
         raise ConfigError(*named, "is not a directory", "name a directory")
     try:
-        with _naming_inodes(next(each for each in path.parents if each.exists())):
-            path.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
-        fd = os.open(path, _FOLDER_FLAGS)
+        with _naming_inodes(next(each for each in at.parents if each.exists())):
+            at.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
+        fd = os.open(at, _FOLDER_FLAGS)
     except OSError as error:
         # A path that does not exist on a read-only file system is a mistake; one that does can be read.
         if error.errno not in (*SETTING_ERRORS, errno.EROFS):

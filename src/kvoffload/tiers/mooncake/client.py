@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
 import threading
+import time
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +20,11 @@ from kvoffload.tiers.remote.record import RECORD_BYTES
 LOCAL_BUFFER_BYTES = 16 << 20
 """The client's own staging memory, which transfers of registered memory do not use."""
 CONNECT_TIMEOUT_S = 2.0
+AWAY_S = 5.0
+"""A value that could not be moved, although others could within this time, is not asked for again for so long. Until
+the master notices that a node is gone, it says that the node's values are there, and each attempt takes a second."""
+MAX_AWAY = 1 << 14
+"""Values of which that is remembered; the oldest are asked for again."""
 
 # Error codes of the store.
 _FULL = (-200, -101, -10, -1700)
@@ -24,7 +32,8 @@ _FULL = (-200, -101, -10, -1700)
 _MISSING = (-703, -704, -710, -712)
 """The value is not complete, not there, or its replica is gone."""
 _HELD = -705
-_MAY_BE_OTHER_SIZE = (-600, -800)
+_NOT_MOVED = -800
+_MAY_BE_OTHER_SIZE = (-600, _NOT_MOVED)
 
 
 def connect(settings: Mapping[str, Any]) -> MooncakeClient:
@@ -74,6 +83,11 @@ class MooncakeClient(StoreClient):
         new = threading.Lock if protocol == "tcp" else contextlib.nullcontext[Any]
         self._getting: contextlib.AbstractContextManager[Any] = new()
         self._putting: contextlib.AbstractContextManager[Any] = new()
+        self._moved_at = -math.inf
+        """When a value was last moved."""
+        self._away: OrderedDict[str, float] = OrderedDict()
+        """Until when each value is not asked for, the oldest first."""
+        self._lock = threading.Lock()
 
     def register(self, memory: ByteArray) -> None:
         code = self._store.register_buffer(memory.ctypes.data, memory.nbytes)
@@ -82,15 +96,35 @@ class MooncakeClient(StoreClient):
 
     def exists(self, names: Sequence[str]) -> list[Outcome]:
         codes = self._store.batch_is_exist(list(names))
-        answers = {1: Outcome.OK, 0: Outcome.MISSING}
-        return [answers.get(code, Outcome.FAILED) for code in codes]
+        answers, now = {1: Outcome.OK, 0: Outcome.MISSING}, time.monotonic()
+        return [
+            Outcome.AWAY if code == 1 and self._away.get(name, now) > now else answers.get(code, Outcome.FAILED)
+            for name, code in zip(names, codes, strict=True)
+        ]
+
+    def _note(self, names: Sequence[str], codes: Sequence[int], outcomes: list[Outcome]) -> list[Outcome]:
+        """Takes in a transfer. Returns ``outcomes``, with AWAY for values of nodes that are gone, while others work."""
+        now = time.monotonic()
+        if Outcome.OK in outcomes:
+            self._moved_at = now
+        if now - self._moved_at < AWAY_S:
+            for i, code in enumerate(codes):
+                if code == _NOT_MOVED and outcomes[i] is Outcome.FAILED:
+                    outcomes[i] = Outcome.AWAY
+                    with self._lock:
+                        self._away.pop(names[i], None)
+                        self._away[names[i]] = now + AWAY_S
+                        if len(self._away) > MAX_AWAY:
+                            self._away.popitem(last=False)
+        return outcomes
 
     def get(self, names: Sequence[str], buffers: Sequence[Sequence[ByteArray]]) -> list[Outcome]:
         rows = [row for (row,) in buffers]
         pointers, sizes = [row.ctypes.data for row in rows], [row.nbytes for row in rows]
         with self._getting:
             codes = self._store.batch_get_into(list(names), pointers, sizes)
-        return [self._get_outcome(name, code, row) for name, code, row in zip(names, codes, rows, strict=True)]
+        outcomes = [self._get_outcome(name, code, row) for name, code, row in zip(names, codes, rows, strict=True)]
+        return self._note(names, codes, outcomes)
 
     def _get_outcome(self, name: str, code: int, row: ByteArray) -> Outcome:
         size = row.nbytes
@@ -113,7 +147,7 @@ class MooncakeClient(StoreClient):
         pointers, sizes = [[row.ctypes.data] for (row,) in buffers], [[row.nbytes] for (row,) in buffers]
         with self._putting:
             codes = self._store.batch_put_from_multi_buffers(list(names), pointers, sizes)
-        return [_put_outcome(code) for code in codes]
+        return self._note(names, codes, [_put_outcome(code) for code in codes])
 
     def remove(self, names: Sequence[str]) -> list[Outcome]:
         # Without force the store keeps values that were read within the last seconds.

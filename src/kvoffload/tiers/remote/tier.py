@@ -5,6 +5,7 @@ from __future__ import annotations
 import random as random_module
 import time
 from collections.abc import Callable, Collection, Sequence
+from itertools import takewhile
 
 import numpy as np
 
@@ -91,10 +92,18 @@ class RemoteTier(Tier):
             self._find(ahead)
         return self._find(keys)
 
-    def look_for(self, keys: Sequence[OffloadKey], place: str, pause_s: float) -> None:
-        again = self._presence.forget_missing(keys[:MAX_LOOKED_FOR], self._clock() - pause_s)
+    def look_for(
+        self, keys: Sequence[OffloadKey], place: str, pause_s: float, chain: Collection[OffloadKey] = ()
+    ) -> None:
+        now = self._clock()
+        again = self._presence.forget_missing(keys[:MAX_LOOKED_FOR], now - pause_s)
         if again and not self._is_off:
-            self._ask(again)
+            # Values may share an object, which has the name of the first. So those before are asked for too, also if
+            # they are on the device.
+            before = list(takewhile(lambda key: key != again[0], chain))
+            self._presence.forget_missing(before, now - pause_s)
+            unknown = np.flatnonzero(self._presence.states(before, now) == RETRY)
+            self._ask([before[i] for i in unknown.tolist()] + again)
 
     def _find(self, keys: Sequence[OffloadKey]) -> States:
         """Returns one state per key, and asks the store about unknown keys."""

@@ -170,7 +170,7 @@ class Seat:
         self.storage = storage
         self.owner = claimant.random(16).hex()
         self.is_lost = False
-        """Whether another process has the seat now, or its files have vanished."""
+        """Whether another process has the seat now, or its files have vanished or were moved away."""
         self.modified = 0.0
         """When the heartbeat was last written, by the medium's clock."""
         self.is_new = False
@@ -180,7 +180,7 @@ class Seat:
 
     def beat(self, state: SeatState = SeatState.SERVING) -> None:
         """Writes the heartbeat again, unless the seat is lost, which is noticed here. Raises OSError."""
-        found = look(self.storage)
+        found = None if self.storage.has_vanished() else look(self.storage)
         heartbeat = None if found is None else found.heartbeat
         if found is None or (heartbeat is not None and heartbeat.owner != self.owner):
             self.is_lost = True

@@ -87,7 +87,7 @@ class SharedDirTier(RenewableTier):
 
     name = "shared_dir"
     is_shared = True
-    loss = "they were removed, or another server has taken the folder because this one was silent for too long"
+    loss = "others have removed or moved them, or taken the folder because this server was silent for too long"
 
     def __init__(
         self,
@@ -175,7 +175,9 @@ class SharedDirTier(RenewableTier):
         self._write_journal_now()
         return self.seat.name
 
-    def look_for(self, keys: Sequence[OffloadKey], place: str, pause_s: float) -> None:
+    def look_for(
+        self, keys: Sequence[OffloadKey], place: str, pause_s: float, chain: Collection[OffloadKey] = ()
+    ) -> None:
         self.others.look_for(place, pause_s)
 
     def _write_journal_now(self) -> None:
