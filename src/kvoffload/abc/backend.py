@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 
-from kvoffload.abc.types import LoadStoreSpec, OffloadKey, Slots
+from kvoffload.abc.types import Keys, LoadStoreSpec, Slots
 
 
 class Backend(ABC):
@@ -33,14 +32,14 @@ class Backend(ABC):
         """Returns the number of free slots."""
 
     @abstractmethod
-    def allocate_blocks(self, keys: Sequence[OffloadKey]) -> Slots:
+    def allocate_blocks(self, keys: Keys) -> Slots:
         """Returns one free slot per key. The caller has checked that there are enough."""
 
     @abstractmethod
     def free(self, slots: Slots) -> None:
         """Takes back slots, each once per allocation."""
 
-    def get_load_store_spec(self, keys: Sequence[OffloadKey], slots: Slots) -> LoadStoreSpec:
+    def get_load_store_spec(self, keys: Keys, slots: Slots) -> LoadStoreSpec:
         """Returns the spec for a worker that finds ``keys[i]`` in ``slots[i]``."""
         return LoadStoreSpec(self.medium, slots)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import compress
 
@@ -13,6 +13,7 @@ from kvoffload.abc.tier import HIT, RETRY, States
 from kvoffload.abc.types import (
     BlockHash,
     HandedOver,
+    Keys,
     LoadStoreSpec,
     Miss,
     OffloadKey,
@@ -32,7 +33,7 @@ class PrepareStoreOutput:
     keys_to_store: list[OffloadKey]
     store_spec: LoadStoreSpec
     evicted_keys: list[OffloadKey]
-    refused_keys: Sequence[OffloadKey] = ()
+    refused_keys: Keys = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,11 +71,11 @@ class Admission(ABC):
     """Decides which new blocks a manager stores, by how requests have asked for them."""
 
     @abstractmethod
-    def count(self, keys: Sequence[OffloadKey], req_context: ReqContext | None) -> None:
+    def count(self, keys: Keys, req_context: ReqContext | None) -> None:
         """Counts a lookup or a touch of ``keys`` by a request."""
 
     @abstractmethod
-    def accepts(self, keys: Sequence[OffloadKey]) -> list[bool]:
+    def accepts(self, keys: Keys) -> list[bool]:
         """Returns which of ``keys``, all absent, may be stored. Changes nothing."""
 
     @abstractmethod
@@ -132,13 +133,11 @@ class OffloadingManager(ABC):
     # Lookup.
 
     @abstractmethod
-    def lookup_each(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, need: Need = Need.ALL
-    ) -> States:
+    def lookup_each(self, keys: Keys, req_context: ReqContext | None = None, need: Need = Need.ALL) -> States:
         """Returns the state of each key. RETRY: a lower tier is asked, or is asked to read what the request needs; ask
         again after ``poll`` has returned True. Does not change the eviction order."""
 
-    def lookup(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> int | None:
+    def lookup(self, keys: Keys, req_context: ReqContext | None = None) -> int | None:
         """Returns the length of the longest run of leading keys that are all ready, or None if that is not known
         yet."""
         states = self.lookup_each(keys, req_context, Need.RUN)
@@ -160,27 +159,25 @@ class OffloadingManager(ABC):
     # Loads and stores.
 
     @abstractmethod
-    def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> LoadStoreSpec:
+    def prepare_load(self, keys: Keys, req_context: ReqContext | None = None) -> LoadStoreSpec:
         """Pins every block and returns the lease: its slots stay unchanged until ``complete_load``. A pinned block is
         never evicted. Raises BlockNotReadyError, and changes nothing, if a block is not ready."""
 
     @abstractmethod
-    def complete_load(
-        self, blocks: LoadStoreSpec | Sequence[OffloadKey], req_context: ReqContext | None = None
-    ) -> None:
+    def complete_load(self, blocks: LoadStoreSpec | Keys, req_context: ReqContext | None = None) -> None:
         """Removes one pin per block. ``blocks``: a lease of ``prepare_load``, one with a part of its slots, or keys.
         Raises BlockNotPinnedError, and changes nothing, if a block has no pin."""
 
     @abstractmethod
     def prepare_store(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, offer: Offer = Offer.COMPUTED
+        self, keys: Keys, req_context: ReqContext | None = None, offer: Offer = Offer.COMPUTED
     ) -> PrepareStoreOutput | None:
         """Allocates slots for those of ``keys`` that are absent and admitted. Evicts only ready blocks without a pin,
         and none of ``keys``. Returns None, and changes nothing, if there is not enough room."""
 
     @abstractmethod
     def complete_store(
-        self, blocks: LoadStoreSpec | Sequence[OffloadKey], req_context: ReqContext | None = None, success: bool = True
+        self, blocks: LoadStoreSpec | Keys, req_context: ReqContext | None = None, success: bool = True
     ) -> None:
         """Blocks that were being written become ready, or vanish if the write failed. ``blocks``: a lease of
         ``prepare_store``, one with a part of its slots, or keys. Ready blocks do not change, unknown keys are
@@ -191,9 +188,9 @@ class OffloadingManager(ABC):
     @abstractmethod
     def touch(
         self,
-        keys: Sequence[OffloadKey],
+        keys: Keys,
         req_context: ReqContext | None = None,
-        chain: Sequence[OffloadKey] | None = None,
+        chain: Keys | None = None,
     ) -> None:
         """Marks a chain as recently used, last key first, so that its tail is evicted before its head. Called once per
         request, which counts as one use of each block.
@@ -204,10 +201,10 @@ class OffloadingManager(ABC):
     @abstractmethod
     def end_chain(
         self,
-        keys: Sequence[OffloadKey],
+        keys: Keys,
         stored: Collection[OffloadKey],
         req_context: ReqContext | None = None,
-        chain: Sequence[OffloadKey] | None = None,
+        chain: Keys | None = None,
     ) -> None:
         """Reorders a request's chain as if all of it were touched now; not counted as a use. Lower tiers may write the
         blocks of it that they lack. Called when a request has ended, and no more of its chain will be stored.
@@ -215,25 +212,25 @@ class OffloadingManager(ABC):
         ``stored``: the keys that the request has stored itself. Of the states, ``keys`` have those that the request has
         kept or used; ``chain`` is the whole chain, if that is more."""
 
-    def note_device(self, held: Sequence[OffloadKey] = (), left: Sequence[OffloadKey] = ()) -> None:
+    def note_device(self, held: Keys = (), left: Keys = ()) -> None:
         """Tells what the engine's device cache holds, if blocks are stored when they leave it: the chain ``held``, head
         first, which was used just now, and none of ``left``. Of the blocks that it holds, those in host memory should
         leave before all others. Called after ``end_chain``, and in the step in which blocks leave. Does nothing by
         default."""
 
-    def retain(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Retained:
+    def retain(self, keys: Keys, req_context: ReqContext) -> Retained:
         """Retains ``keys``, the chain of a request that has ended, head first, for ``req_context.hints.retain_s``
         seconds, or ends what its session has retained (``retain_s`` 0, ``drop``). Blocks that are not stored yet are
         retained when they are. Returns where, or why not. By default nothing can be retained."""
         return Retained(RetainRefusal.NO_QUOTA)
 
-    def hand_over(self, keys: Sequence[OffloadKey]) -> HandedOver:
+    def hand_over(self, keys: Keys) -> HandedOver:
         """Another server waits for ``keys``, the blocks of a request that has ended, head first, which host memory has
         or is given. They are written first to the tiers that other servers use. If none of these has room for all of
         them, nothing is promised, and the caller may ask again with fewer. By default there are no such tiers."""
         return HandedOver({}, 0)
 
-    def release_request(self, req_context: ReqContext) -> Mapping[str, Sequence[OffloadKey]]:
+    def release_request(self, req_context: ReqContext) -> Mapping[str, Keys]:
         """Releases the blocks that were promoted for a request, because it has got its device blocks or has ended.
         Returns, by name of the tier, the blocks that lower tiers have delivered for it, by default none."""
         return {}
@@ -265,7 +262,7 @@ class OffloadingManager(ABC):
         whatever other tenants have."""
 
     @abstractmethod
-    def drop(self, keys: Sequence[OffloadKey], only_host: bool = False) -> None:
+    def drop(self, keys: Keys, only_host: bool = False) -> None:
         """``keys`` vanish at once. The slot of a block in transfer is free again when its lease is completed; until
         then its key cannot be stored. Unknown keys are ignored. ``only_host``: what a lower tier holds too can still be
         found there."""
@@ -290,7 +287,7 @@ class TieredManager(OffloadingManager):
     """
 
     @abstractmethod
-    def expect(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+    def expect(self, keys: Keys, req_context: ReqContext) -> None:
         """A request that waits in the engine's queue will ask for ``keys``, its chain. Blocks that only lower tiers
         hold may be read before it does."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import compress
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.abc.types import OffloadKey, Slots
+from kvoffload.abc.types import Keys, Slots
 
 # Neither of the two is frozen: there is one per request, and to set the fields of a frozen one takes long.
 
@@ -21,7 +21,7 @@ from kvoffload.abc.types import OffloadKey, Slots
 class Access:
     """One request's use of its chain of blocks. Read only."""
 
-    keys: Sequence[OffloadKey]
+    keys: Keys
     """The whole chain, head first, cached or not. A key may occur twice."""
     found: Slots
     """The slot of each of ``keys``; -1 if the key is absent."""
@@ -34,7 +34,7 @@ class Access:
     """When the request came, in seconds of the manager's clock."""
 
     @cached_property
-    def absent(self) -> Sequence[OffloadKey]:
+    def absent(self) -> Keys:
         """The keys that are not cached, each once, tail first."""
         return list(reversed(dict.fromkeys(compress(self.keys, (self.found < 0).tolist()))))
 
@@ -50,7 +50,7 @@ class Eviction:
     stored."""
     key_of: npt.NDArray[np.object_]
     """For each slot: the key of its block."""
-    entering: Sequence[OffloadKey]
+    entering: Keys
     """The keys for which room is made. They are inserted next."""
 
 
@@ -89,7 +89,7 @@ class CachePolicy(ABC):
         """
 
     @abstractmethod
-    def insert(self, slots: Slots, keys: Sequence[OffloadKey]) -> None:
+    def insert(self, slots: Slots, keys: Keys) -> None:
         """Adds new blocks: ``keys[i]`` is in ``slots[i]``. They are busy until they have been written."""
 
     @abstractmethod
@@ -122,7 +122,7 @@ class CachePolicy(ABC):
         chain that was stored in parts loses its head first.
         """
 
-    def admit(self, keys: Sequence[OffloadKey], shortage: int) -> npt.NDArray[np.bool_] | None:
+    def admit(self, keys: Keys, shortage: int) -> npt.NDArray[np.bool_] | None:
         """Decides which of ``keys`` are worth storing; ``shortage`` of them have no free slot. Returns None for all.
 
         The keys are absent, and ordered as in their chain. Must change nothing: the store may still fail. Called only
@@ -130,7 +130,7 @@ class CachePolicy(ABC):
         """
         return None
 
-    def refuse(self, keys: Sequence[OffloadKey]) -> None:
+    def refuse(self, keys: Keys) -> None:
         """Records that absent ``keys`` were used last now and are not stored: ``admit`` refused them or a block before
         them in their chain, or the device holds them. By default, that is forgotten."""
 

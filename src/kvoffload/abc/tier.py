@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.abc.errors import IntegrityError
-from kvoffload.abc.types import LookupState, OffloadKey, RetainRefusal, Slots, TenantUse
+from kvoffload.abc.types import Keys, LookupState, OffloadKey, RetainRefusal, Slots, TenantUse
 
 States = npt.NDArray[np.uint8]
 """One LookupState per key."""
@@ -135,7 +135,7 @@ class Tier(ABC):
         return None if capacity_bytes is None else capacity_bytes // max(1, self.block_bytes)
 
     @abstractmethod
-    def contains(self, keys: Sequence[OffloadKey], ahead: Sequence[OffloadKey] = ()) -> States:
+    def contains(self, keys: Keys, ahead: Keys = ()) -> States:
         """Returns one state per key. HIT: it can be read now. MISS: it cannot. RETRY: the medium is being asked, and a
         later call knows; ``poll`` need not report that. Does not count as a use. An answer about a shared medium may be
         out of date by a few seconds: a read then ends with GONE.
@@ -144,26 +144,26 @@ class Tier(ABC):
         RETRY asks its medium for all of it at once."""
 
     @abstractmethod
-    def read(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
+    def read(self, keys: Keys, slots: Slots) -> list[OffloadKey]:
         """Begins to read ``keys[i]`` into host slot ``slots[i]``. Returns the keys that were taken on; ``poll`` reports
         each of them once. The others are not held, or too many reads are under way. Reads go ahead of writes."""
 
     @abstractmethod
-    def write(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
+    def write(self, keys: Keys, slots: Slots) -> list[OffloadKey]:
         """Begins to write ``keys[i]`` from host slot ``slots[i]``, evicting others for it. Returns the keys that
         were taken on; ``poll`` reports each of them once. The others are held already, or there is no room, or too many
         writes are under way. A block that turns out to be held by a shared medium already has been written, with
         ``nbytes`` 0."""
 
     @abstractmethod
-    def touch(self, keys: Sequence[OffloadKey], stored: Collection[OffloadKey] | None = None) -> None:
+    def touch(self, keys: Keys, stored: Collection[OffloadKey] | None = None) -> None:
         """Marks ``keys``, a chain, as recently used, last key first, so that the chain loses its tail before its head.
         Ignores unknown keys.
 
         With ``stored``, the keys that a request has stored of the chain which it touched before, the chain is brought
         into the order of one touch. That is not another use."""
 
-    def retain(self, keys: Sequence[OffloadKey], session: int | None, seconds: float) -> RetainRefusal | None:
+    def retain(self, keys: Keys, session: int | None, seconds: float) -> RetainRefusal | None:
         """Keeps ``keys``, the chain of a request, head first, for ``seconds`` from now on, also over restarts; each
         block until the latest time for which that was asked. They are charged to their tenant. Blocks that are written
         later are kept from then on. Returns why not, and changes nothing then. By default a tier retains nothing.
@@ -172,14 +172,12 @@ class Tier(ABC):
         written: they are charged no more, and count as lost."""
         return RetainRefusal.NO_QUOTA
 
-    def hand_over(self, keys: Sequence[OffloadKey]) -> str:
+    def hand_over(self, keys: Keys) -> str:
         """Another process waits for ``keys``, which a shared tier holds or will be given soon: it should find each as
         soon as it is written. Returns where it is to look for them, for ``look_for``; by default it need not know."""
         return ""
 
-    def look_for(
-        self, keys: Sequence[OffloadKey], place: str, pause_s: float, chain: Collection[OffloadKey] = ()
-    ) -> None:
+    def look_for(self, keys: Keys, place: str, pause_s: float, chain: Collection[OffloadKey] = ()) -> None:
         """A request waits for ``keys``, which the tier has said to lack and another process is writing in ``place``:
         the medium is asked for them again if it was last asked ``pause_s`` seconds ago or earlier. ``chain``: all that
         the other process hands over, head first; others may hold a block together with one before it. By default
@@ -187,7 +185,7 @@ class Tier(ABC):
         return None
 
     @abstractmethod
-    def delete(self, keys: Sequence[OffloadKey]) -> None:
+    def delete(self, keys: Keys) -> None:
         """``keys`` are no longer held from now on, even those being read or written. Ignores unknown keys. A shared
         tier deletes only what this process has written, and may find what others have."""
 

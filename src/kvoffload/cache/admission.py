@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from itertools import compress
 
 import numpy as np
@@ -13,6 +13,7 @@ from kvoffload.abc import (
     Admission,
     ConfigError,
     IntegrityError,
+    Keys,
     Miss,
     MissReason,
     OffloadingManager,
@@ -71,7 +72,7 @@ class ReuseFilter(Admission):
         """Keys already counted, per request, the request that asked least recently first."""
         self._num_seen = 0
 
-    def count(self, keys: Sequence[OffloadKey], req_context: ReqContext | None) -> None:
+    def count(self, keys: Keys, req_context: ReqContext | None) -> None:
         if not keys:
             return
         fresh: Iterable[int] = dict.fromkeys(map(hash, keys))
@@ -105,7 +106,7 @@ class ReuseFilter(Admission):
         self._forgotten[at] = keys
         self._forgotten_counts[at] = np.minimum(counts, _MAX_FORGOTTEN)
 
-    def accepts(self, keys: Sequence[OffloadKey]) -> list[bool]:
+    def accepts(self, keys: Keys) -> list[bool]:
         counts, threshold = self._counts, self.store_threshold
         return [counts.get(hash(key), 0) >= threshold for key in keys]
 
@@ -143,11 +144,11 @@ class TenantAdmission(Admission):
         self._shares = shares
         self._admissions = [make() for _ in shares.names]
 
-    def count(self, keys: Sequence[OffloadKey], req_context: ReqContext | None) -> None:
+    def count(self, keys: Keys, req_context: ReqContext | None) -> None:
         for t, own, _ in self._shares.split(keys):
             self._admissions[t].count(own, req_context)
 
-    def accepts(self, keys: Sequence[OffloadKey]) -> list[bool]:
+    def accepts(self, keys: Keys) -> list[bool]:
         accepted = np.zeros(len(keys), dtype=np.bool_)
         for t, own, chosen in self._shares.split(keys):
             accepted[slice(None) if chosen is None else chosen] = self._admissions[t].accepts(own)

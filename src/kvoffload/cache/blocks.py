@@ -9,6 +9,7 @@ from kvoffload.abc import (
     CachePolicy,
     ConfigError,
     IntegrityError,
+    Keys,
     MissReason,
     OffloadKey,
     PrepareStoreOutput,
@@ -84,7 +85,7 @@ class BlockCache:
 
     # Writes.
 
-    def allocate(self, keys: Sequence[OffloadKey]) -> PrepareStoreOutput | None:
+    def allocate(self, keys: Keys) -> PrepareStoreOutput | None:
         """Gives slots to those of ``keys`` that are absent. None of the others leaves for them. Returns None, and
         changes nothing, if there is not enough room."""
         present, new_keys = self.table.split(keys)
@@ -95,7 +96,7 @@ class BlockCache:
         tail_first: list[OffloadKey],
         new_keys: list[OffloadKey],
         present: Slots,
-        worthless: Sequence[OffloadKey] = (),
+        worthless: Keys = (),
     ) -> PrepareStoreOutput | None:
         """Does the same for ``new_keys``, which are absent and also given tail first, and whose chain has the blocks
         ``present`` too. ``worthless``, tail first, are keys that the policy does not admit."""
@@ -144,7 +145,7 @@ class BlockCache:
             self.backend.free(freed)
         return failed
 
-    def restore(self, keys: Sequence[OffloadKey], slots: Slots) -> None:
+    def restore(self, keys: Keys, slots: Slots) -> None:
         """Takes in distinct blocks that are in the medium already, in ``slots`` that the backend counts as allocated,
         the least recently used first."""
         self.table.insert(keys, slots)
@@ -155,7 +156,7 @@ class BlockCache:
 
     # Removal.
 
-    def drop(self, keys: Sequence[OffloadKey]) -> Slots:
+    def drop(self, keys: Keys) -> Slots:
         """``keys`` vanish at once. Returns the slots that they were in."""
         if self.retention.blocks:
             self.retention.lose(keys)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.abc import OffloadKey, Slots
+from kvoffload.abc import Keys, Slots
 from kvoffload.cache.table import BlockTable
 
 MAX_PASSED = 4096
@@ -49,7 +47,7 @@ class Duplicates:
         self.num += len(new)
         return new
 
-    def find(self, keys: Sequence[OffloadKey]) -> Slots:
+    def find(self, keys: Keys) -> Slots:
         """Returns the slots of those of ``keys``, each once, that are duplicates."""
         found = self._table.find(keys) if self.num else np.empty(0, dtype=np.int64)
         found = found[found >= 0]

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvoffload.abc import BlockHash, OffloadKey
+from kvoffload.abc import BlockHash, Keys, OffloadKey
 from kvoffload.native import load
 
 GROUP_BYTES = 4
@@ -101,7 +101,7 @@ def hash_blocks(
     return hashes
 
 
-def seem_of_several_groups(keys: Sequence[OffloadKey]) -> bool:
+def seem_of_several_groups(keys: Keys) -> bool:
     """Returns whether one of the first two or the last two keys is not of the first KV cache group. Engines with one
     group have no such keys; those of several groups are in the order in which blocks end, so in a long list it is seen.
     It takes the same time for any number of keys."""
@@ -116,7 +116,7 @@ def plain_hash_keys(keys: Iterable[OffloadKey]) -> npt.NDArray[np.int64]:
     return np.fromiter(map(hash, keys), dtype=np.int64)
 
 
-def plain_key_hashes(keys: Sequence[OffloadKey], of_names: bool = False) -> Hashes:
+def plain_key_hashes(keys: Keys, of_names: bool = False) -> Hashes:
     """Returns 64 evenly distributed bits per key. They depend on its bytes only, so every process finds the same.
 
     With ``of_names`` they are those of the keys that blocks of the first KV cache group have at the same places: blocks
@@ -126,7 +126,7 @@ def plain_key_hashes(keys: Sequence[OffloadKey], of_names: bool = False) -> Hash
     return np.fromiter(map(xxhash.xxh3_64_intdigest, names), dtype=np.uint64, count=len(keys))
 
 
-def plain_same_starts(keys: Sequence[OffloadKey], n: int) -> bool:
+def plain_same_starts(keys: Keys, n: int) -> bool:
     """Returns whether all keys have the same first ``n`` bytes."""
     return len({key[:n] for key in keys}) <= 1
 

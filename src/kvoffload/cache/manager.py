@@ -19,6 +19,7 @@ from kvoffload.abc import (
     BlockStatus,
     CachePolicy,
     IntegrityError,
+    Keys,
     LoadStoreSpec,
     Miss,
     MissReason,
@@ -86,14 +87,12 @@ class PolicyOffloadingManager(OffloadingManager):
 
     # Lookup.
 
-    def lookup(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> int | None:
+    def lookup(self, keys: Keys, req_context: ReqContext | None = None) -> int | None:
         if self.admission is not None:
             self.admission.count(keys, req_context)
         return self.table.leading_ready(keys)
 
-    def lookup_each(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, need: Need = Need.ALL
-    ) -> States:
+    def lookup_each(self, keys: Keys, req_context: ReqContext | None = None, need: Need = Need.ALL) -> States:
         if self.admission is not None:
             self.admission.count(keys, req_context)
         if need is not Need.RUN:
@@ -115,7 +114,7 @@ class PolicyOffloadingManager(OffloadingManager):
 
     # Loads.
 
-    def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> LoadStoreSpec:
+    def prepare_load(self, keys: Keys, req_context: ReqContext | None = None) -> LoadStoreSpec:
         slots = self.table.find(keys)
         for unready in np.flatnonzero((slots < 0) | self.table.is_writing(slots)).tolist():
             raise BlockNotReadyError(f"block {keys[unready].hex()} is not ready; look it up before loading it")
@@ -131,9 +130,7 @@ class PolicyOffloadingManager(OffloadingManager):
         self.blocks.pin(self.table.distinct(lease.slots[loadable]))
         return loadable
 
-    def complete_load(
-        self, blocks: LoadStoreSpec | Sequence[OffloadKey], req_context: ReqContext | None = None
-    ) -> None:
+    def complete_load(self, blocks: LoadStoreSpec | Keys, req_context: ReqContext | None = None) -> None:
         slots = blocks.slots if isinstance(blocks, LoadStoreSpec) else self.table.find_in_transfer(blocks)
         if ((slots < 0) | (self.table.ref_cnt[slots] < 1)).any():
             raise BlockNotPinnedError("a block that was to be unpinned has no pin; complete each lease once")
@@ -142,7 +139,7 @@ class PolicyOffloadingManager(OffloadingManager):
     # Stores.
 
     def prepare_store(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, offer: Offer = Offer.COMPUTED
+        self, keys: Keys, req_context: ReqContext | None = None, offer: Offer = Offer.COMPUTED
     ) -> PrepareStoreOutput | None:
         present, absent = self.table.split(keys)
         # What its tenant pays for, or somebody waits for, is stored, whatever it seems to be worth.
@@ -172,12 +169,12 @@ class PolicyOffloadingManager(OffloadingManager):
             output = replace(output, refused_keys=[*output.refused_keys, *refused])
         return output
 
-    def allocate(self, keys: Sequence[OffloadKey]) -> PrepareStoreOutput | None:
+    def allocate(self, keys: Keys) -> PrepareStoreOutput | None:
         """Does the same for blocks from lower tiers, which neither admission nor policy may refuse."""
         return self.blocks.allocate(keys)
 
     def complete_store(
-        self, blocks: LoadStoreSpec | Sequence[OffloadKey], req_context: ReqContext | None = None, success: bool = True
+        self, blocks: LoadStoreSpec | Keys, req_context: ReqContext | None = None, success: bool = True
     ) -> None:
         slots = blocks.slots if isinstance(blocks, LoadStoreSpec) else self.table.find_in_transfer(blocks)
         if success:
@@ -207,9 +204,9 @@ class PolicyOffloadingManager(OffloadingManager):
 
     def touch(
         self,
-        keys: Sequence[OffloadKey],
+        keys: Keys,
         req_context: ReqContext | None = None,
-        chain: Sequence[OffloadKey] | None = None,
+        chain: Keys | None = None,
         found: Slots | None = None,
     ) -> None:
         """``found``: what ``find`` has returned for ``keys``, if the caller has called it."""
@@ -226,10 +223,10 @@ class PolicyOffloadingManager(OffloadingManager):
 
     def end_chain(
         self,
-        keys: Sequence[OffloadKey],
+        keys: Keys,
         stored: Collection[OffloadKey],
         req_context: ReqContext | None = None,
-        chain: Sequence[OffloadKey] | None = None,
+        chain: Keys | None = None,
         found: Slots | None = None,
     ) -> None:
         """``found``: what ``find`` has returned for ``keys``, if the caller has called it."""
@@ -251,7 +248,7 @@ class PolicyOffloadingManager(OffloadingManager):
                 slots, new = self.table.chain(found, stored)
             self._hints.ended(slots, new, hints)
 
-    def retain(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Retained:
+    def retain(self, keys: Keys, req_context: ReqContext) -> Retained:
         hints = req_context.hints
         if hints is None or (hints.retain_s is None and not hints.drop):
             return Retained(None)
@@ -262,12 +259,12 @@ class PolicyOffloadingManager(OffloadingManager):
         refusal = self.retention.retain(keys, hints.session, hints.retain_s)
         return Retained(refusal) if refusal is not None else Retained(None, HOST, len(keys))
 
-    def note_device(self, held: Sequence[OffloadKey] = (), left: Sequence[OffloadKey] = ()) -> None:
+    def note_device(self, held: Keys = (), left: Keys = ()) -> None:
         self.room.note_device(held, left)
 
     # Removal.
 
-    def drop(self, keys: Sequence[OffloadKey], only_host: bool = False) -> None:
+    def drop(self, keys: Keys, only_host: bool = False) -> None:
         self.blocks.drop(keys)
 
     def reset(self, keep_shared: bool = False) -> bool:

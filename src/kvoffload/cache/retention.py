@@ -9,7 +9,7 @@ from itertools import islice
 
 import numpy as np
 
-from kvoffload.abc import IntegrityError, OffloadKey, RetainRefusal, Slots
+from kvoffload.abc import IntegrityError, Keys, OffloadKey, RetainRefusal, Slots
 from kvoffload.cache.table import BlockTable
 from kvoffload.cache.tenants import RETAIN_SHARE, Shares
 
@@ -133,7 +133,7 @@ class Retention:
         self.changes: dict[int, float] | None = None
         """New times of the retained blocks in those slots, 0 if they are not retained any more; None: not noted."""
 
-    def retain(self, keys: Sequence[OffloadKey], session: int | None, seconds: float) -> RetainRefusal | None:
+    def retain(self, keys: Keys, session: int | None, seconds: float) -> RetainRefusal | None:
         """Retains ``keys``, the whole chain of a request, for ``seconds`` from now on. Returns why not, and changes
         nothing then. Blocks that are not in the table yet are retained when they come."""
         if not keys:
@@ -241,7 +241,7 @@ class Retention:
                 heapq.heappop(self._ends)
         self.tenants.count(now)
 
-    def _release(self, keys: Sequence[OffloadKey], now: float | None = None) -> None:
+    def _release(self, keys: Keys, now: float | None = None) -> None:
         """The blocks ``keys`` are not retained any more, from ``now`` on."""
         self.tenants.count(self._clock() if now is None else now)
         blocks = list(map(self.blocks.pop, keys))
@@ -304,7 +304,7 @@ class Retention:
         self.num_absent = 0
         self._let_go([block.slot for block in blocks if block.slot != ABSENT])
 
-    def restore(self, keys: Sequence[OffloadKey], seconds: Sequence[float]) -> None:
+    def restore(self, keys: Keys, seconds: Sequence[float]) -> None:
         """Retains ready blocks that a former process has retained, each for so many ``seconds`` from now on. Beyond the
         quotas, those that end first are lost, unless nobody needs their room."""
         now = self._clock()

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.abc import Backend, CachePolicy, Eviction, IntegrityError, MissReason, OffloadKey, Slots, TenantUse
+from kvoffload.abc import Backend, CachePolicy, Eviction, IntegrityError, Keys, MissReason, OffloadKey, Slots, TenantUse
 from kvoffload.cache.duplicates import Duplicates
 from kvoffload.cache.hints import HintedBlocks
 from kvoffload.cache.policies.tenants import TenantPolicy
@@ -49,7 +49,7 @@ class Room:
         num_early, self._num_early = self._num_early, 0
         return num_early
 
-    def admitted(self, keys: Sequence[OffloadKey]) -> Flags | None:
+    def admitted(self, keys: Keys) -> Flags | None:
         """Returns which of ``keys``, absent and tail first, the policy admits; None for all."""
         shortage = len(keys) - self._backend.get_num_free_blocks()
         if self._tenants is None:
@@ -58,7 +58,7 @@ class Room:
                 return None
         return self._policy.admit(keys, shortage)
 
-    def plan(self, entering: Sequence[OffloadKey], present: Slots) -> EvictionPlan | MissReason:
+    def plan(self, entering: Keys, present: Slots) -> EvictionPlan | MissReason:
         """Returns how room is made for new keys, whose chain has the blocks ``present`` too, or why there is none."""
         num_free = self._backend.get_num_free_blocks()
         if self._tenants is not None:
@@ -72,7 +72,7 @@ class Room:
         enough = n <= self._table.num_evictable - len(protected)
         return EvictionPlan((n,), protected) if enough else MissReason.NO_ROOM
 
-    def evict(self, plan: EvictionPlan, entering: Sequence[OffloadKey]) -> list[OffloadKey]:
+    def evict(self, plan: EvictionPlan, entering: Keys) -> list[OffloadKey]:
         """Carries out what ``plan`` has just returned for the same keys. Returns the keys of the blocks that left."""
         leaving, protected = plan
         n = sum(leaving)
@@ -143,7 +143,7 @@ class Room:
         """Tells that blocks are not busy any more."""
         self._policy.mark_evictable(self._known(slots))
 
-    def note_device(self, held: Sequence[OffloadKey], left: Sequence[OffloadKey]) -> None:
+    def note_device(self, held: Keys, left: Keys) -> None:
         """Takes the blocks that the device ``held``, head first, out of the policy's order, and puts in again those
         that have ``left`` it."""
         slots = self.duplicates.find(left)
@@ -179,7 +179,7 @@ class Room:
         """Returns how many blocks the tenant of ``key`` can have whatever the others hold."""
         return self._backend.num_blocks if self._tenants is None else self._tenants.most_blocks(key)
 
-    def restorable(self, keys: Sequence[OffloadKey]) -> Flags | None:
+    def restorable(self, keys: Keys) -> Flags | None:
         """Returns which of ``keys``, the least recently used first, may enter if nothing is held yet; None for all."""
         return None if self._tenants is None else self._tenants.restorable(keys)
 

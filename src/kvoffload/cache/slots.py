@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
-from kvoffload.abc import Backend, ConfigError, IntegrityError, OffloadKey, Slots
+from kvoffload.abc import Backend, ConfigError, IntegrityError, Keys, Slots
 from kvoffload.native.reference import MAX_SLOTS
 from kvoffload.native.structures import FreeSlots
 
@@ -59,7 +57,7 @@ class SlotBackend(Backend):
     def get_num_free_blocks(self) -> int:
         return len(self._free)
 
-    def allocate_blocks(self, keys: Sequence[OffloadKey]) -> Slots:
+    def allocate_blocks(self, keys: Keys) -> Slots:
         return self._free.take(len(keys))
 
     def free(self, slots: Slots) -> None:

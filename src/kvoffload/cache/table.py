@@ -5,12 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.abc import BlockStatus, IntegrityError, OffloadKey, Slots, States
+from kvoffload.abc import BlockStatus, IntegrityError, Keys, OffloadKey, Slots, States
 from kvoffload.abc.tier import HIT, MISS, PENDING
 from kvoffload.native import structures
 
@@ -29,7 +27,7 @@ class BlockTable(structures.BlockTable):
         slot = self.get(key)
         return None if slot < 0 or self.dropped[slot] else BlockStatus(slot, int(self.ref_cnt[slot]))
 
-    def states(self, keys: Sequence[OffloadKey]) -> States:
+    def states(self, keys: Keys) -> States:
         """Returns the state of each key: HIT, MISS, or PENDING if it is being written."""
         slots = self.find(keys)
         states = np.full(len(keys), HIT, dtype=np.uint8)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.abc import NOT_SET, ConfigError, OffloadKey
+from kvoffload.abc import NOT_SET, ConfigError, Keys, OffloadKey
 from kvoffload.cache.keys import NAMESPACE_BYTES, root_hash, same_starts
 from kvoffload.printable import printable
 from kvoffload.settings import unknown
@@ -177,7 +177,7 @@ def check_budgets(tenants: Sequence[TenantConfig], budgets: Mapping[str, int | N
                 raise ConfigError("tenants", NOT_SET, fault, "lower some, or raise the budget")
 
 
-KeysOfTenant: TypeAlias = tuple[int, Sequence[OffloadKey], npt.NDArray[np.bool_] | None]
+KeysOfTenant: TypeAlias = tuple[int, Keys, npt.NDArray[np.bool_] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +200,7 @@ class Shares:
         if not self.retain:
             object.__setattr__(self, "retain", (0,) * len(self.names))
 
-    def tenants_of(self, keys: Sequence[OffloadKey]) -> int | list[int]:
+    def tenants_of(self, keys: Keys) -> int | list[int]:
         """Returns the tenant of each key; only one number if all keys have the same namespace."""
         other = len(self.names) - 1
         if not keys:
@@ -215,7 +215,7 @@ class Shares:
         assert isinstance(tenant, int)
         return tenant
 
-    def split(self, keys: Sequence[OffloadKey]) -> Sequence[KeysOfTenant]:
+    def split(self, keys: Keys) -> Sequence[KeysOfTenant]:
         """Returns each tenant that has some of ``keys``, these keys, and which they are, None for all."""
         tenants = self.tenants_of(keys)
         if isinstance(tenants, int):

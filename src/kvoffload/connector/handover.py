@@ -9,7 +9,7 @@ from typing import Any
 
 import xxhash
 
-from kvoffload.abc import OffloadKey
+from kvoffload.abc import Keys, OffloadKey
 from kvoffload.abc.tier import MAX_PLACE_CHARS
 from kvoffload.connector.layout import KeyLayout
 
@@ -45,7 +45,7 @@ class Handover:
         """Returns the options of a request to the server that goes on."""
         return {"handover": {**asdict(self), "places": dict(self.places)}}
 
-    def keys(self, layout: KeyLayout, keys: Sequence[Sequence[OffloadKey]]) -> dict[OffloadKey, None] | None:
+    def keys(self, layout: KeyLayout, keys: Sequence[Keys]) -> dict[OffloadKey, None] | None:
         """Returns those of a request's ``keys``, by group, that it is about: what a request needs to continue behind
         its tokens, in order. None if the request has other tokens, or this server gives blocks other names."""
         if self.name != name_of(layout, keys, self.tokens):
@@ -69,7 +69,7 @@ def is_handover(value: object) -> bool:
     )
 
 
-def name_of(layout: KeyLayout, keys: Sequence[Sequence[OffloadKey]], tokens: int) -> str | None:
+def name_of(layout: KeyLayout, keys: Sequence[Keys], tokens: int) -> str | None:
     """Returns a name for the blocks of the first ``tokens`` tokens of a chain; None if ``keys``, by group, do not have
     them all. Keys name the whole prefix, so the last one of each group names them all."""
     if tokens % layout.align:

@@ -14,6 +14,7 @@ import numpy as np
 from kvoffload.abc import (
     DeviceSpec,
     IntegrityError,
+    Keys,
     LoadStoreSpec,
     OffloadingManager,
     OffloadKey,
@@ -43,7 +44,7 @@ class Job:
     """The requests whose device blocks it copies: one for a load, none for a store of blocks that leave the device."""
     lease: LoadStoreSpec
     """The host slots that it reads or fills, as handed out. Those that a load in pieces has read are given back."""
-    keys: Sequence[OffloadKey]
+    keys: Keys
     blocks: NumberedBlocks = ()
     """What a store copies."""
     device_blocks: frozenset[int] = frozenset()

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvoffload.abc import NOT_SET, BlockDescription, ConfigError, Following, KVGroup, OffloadKey, Request
+from kvoffload.abc import NOT_SET, BlockDescription, ConfigError, Following, Keys, KVGroup, OffloadKey, Request
 from kvoffload.cache.keys import make_offload_key, num_of_group, with_following
 from kvoffload.connector.parts import Parts
 from kvoffload.tiering.plan import ChainLayout, last_resumable
@@ -113,7 +113,7 @@ class KeyLayout:
         """Returns how many tokens of one chain fit into ``num_blocks`` blocks, with a state at their end."""
         return max(0, num_blocks - len(self.states)) // self.chains.kv_blocks_per_unit * self.align
 
-    def boundary_keys(self, g: int, keys: Sequence[OffloadKey], first: int, end: int) -> Sequence[OffloadKey]:
+    def boundary_keys(self, g: int, keys: Keys, first: int, end: int) -> Keys:
         """Returns those of the ``keys`` of group ``g`` that end at multiples of ``align`` behind ``first``, itself a
         multiple, up to ``end``."""
         step = self.align // self.block_tokens[g]
@@ -126,7 +126,7 @@ class KeyLayout:
         first = max(self.groups[g].skipped_tokens(end), computed) // size
         return range(first, max(first, -(-end // size)))
 
-    def needed_keys(self, keys: Sequence[Sequence[OffloadKey]], end: int) -> list[OffloadKey]:
+    def needed_keys(self, keys: Sequence[Keys], end: int) -> list[OffloadKey]:
         """Returns those of a chain's ``keys``, by group, that a request needs to continue at token ``end``, a multiple
         of ``align``, by the position at which their blocks end."""
         needed = [
@@ -136,14 +136,14 @@ class KeyLayout:
         ]
         return [key for *_, key in sorted(needed)]
 
-    def last_resumable(self, keys: Sequence[Sequence[OffloadKey]], present: Collection[OffloadKey], most: int) -> int:
+    def last_resumable(self, keys: Sequence[Keys], present: Collection[OffloadKey], most: int) -> int:
         """Returns the last token up to ``most`` at which a request can continue with the blocks ``present`` of a chain
         with ``keys``, by group; 0 if there is none."""
         held = [np.fromiter(map(present.__contains__, of_group), np.bool_, len(of_group)) for of_group in keys]
         num_units = min(self.chains.num_units(keys), most // self.align)
         return last_resumable(self.chains, keys, held, num_units)
 
-    def num_tokens(self, keys: Sequence[OffloadKey]) -> int:
+    def num_tokens(self, keys: Keys) -> int:
         """Returns how many tokens have KV in ``keys``, blocks of one chain: as many as those of one group with full
         attention, which has all of them, or of the first group if there is none."""
         return num_of_group(set(keys), self.traced) * self.block_tokens[self.traced]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TypeAlias
 
-from kvoffload.abc import MissReason, Offer, OffloadKey, ReqContext, TieredManager
+from kvoffload.abc import Keys, MissReason, Offer, OffloadKey, ReqContext, TieredManager
 from kvoffload.cache.keys import key_group_idx
 from kvoffload.cache.misses import MissMemory
 from kvoffload.connector.device_blocks import REFUSED, DeviceBlocks, HeldBlock
@@ -93,7 +93,7 @@ class LeavingBlocks:
             self._misses.record(keys, MissReason.RESET)
         self.note_left(keys)
 
-    def note_left(self, keys: Sequence[OffloadKey]) -> None:
+    def note_left(self, keys: Keys) -> None:
         """Tells the manager that the device does not hold these blocks any more."""
         if keys:
             self._jobs.manager.note_device(left=keys)

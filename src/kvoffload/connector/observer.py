@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 from kvoffload.abc import (
     BlockDescription,
+    Keys,
     Miss,
     MissReason,
     OffloadingEvent,
@@ -40,7 +41,7 @@ logger = logging.getLogger(__name__)
 WARN_EVERY_S = 60.0
 MIN_PREFILL_SAMPLE = 64
 """Tokens. A shorter prompt says little about how fast the engine computes."""
-Promoted: TypeAlias = Mapping[str, Sequence[OffloadKey]]
+Promoted: TypeAlias = Mapping[str, Keys]
 """The blocks that lower tiers have delivered for a request, by tier."""
 
 

@@ -30,6 +30,7 @@ from kvoffload.abc import (
     ConfigError,
     Hints,
     IntegrityError,
+    Keys,
     KVGroup,
     Miss,
     MissReason,
@@ -540,7 +541,7 @@ class Run:
             self.tally.misses[self.manager.explain_miss(prompt[loaded_to]).reason] += 1
         return loaded_to
 
-    def end(self, chain: list[OffloadKey], stored: Sequence[OffloadKey], context: ReqContext | None) -> None:
+    def end(self, chain: list[OffloadKey], stored: Keys, context: ReqContext | None) -> None:
         if context is not None and (hints := context.hints) and (hints.drop or hints.retain_s is not None):
             self.manager.retain(chain[: self.capacity], context)
         self.manager.end_chain(chain, stored, context)
@@ -553,7 +554,7 @@ class Run:
 
     def store(
         self, keys: list[OffloadKey], context: ReqContext | None, offer: Offer = Offer.COMPUTED
-    ) -> tuple[Sequence[OffloadKey], bool]:
+    ) -> tuple[Keys, bool]:
         """Returns which of ``keys`` the host has stored, and whether it refused any."""
         manager = self.manager
         output = manager.prepare_store(keys, context, offer)
@@ -740,9 +741,9 @@ def _device(trace: Trace, num_blocks: int) -> DeviceCache:
 class _TraceShares(Shares):
     """Shares of the tenants of a trace, whose keys do not name them."""
 
-    tenants_of_keys: Callable[[Sequence[OffloadKey]], int | list[int]] = field(kw_only=True)
+    tenants_of_keys: Callable[[Keys], int | list[int]] = field(kw_only=True)
 
-    def tenants_of(self, keys: Sequence[OffloadKey]) -> int | list[int]:
+    def tenants_of(self, keys: Keys) -> int | list[int]:
         return self.tenants_of_keys(keys)
 
 
@@ -757,7 +758,7 @@ def _shares(trace: Trace, contract: Contract, tier: str, num_blocks: int) -> Sha
     for request in range(trace.num_requests - 1, -1, -1):
         owners[trace.ranks_of(trace.keys_of(trace.chain(request)))] = of_name[trace.tenants[request]]
 
-    def tenants_of(keys: Sequence[OffloadKey]) -> int | list[int]:
+    def tenants_of(keys: Keys) -> int | list[int]:
         found = owners[trace.ranks_of(keys)]
         return int(found[0]) if len(found) and (found == found[0]).all() else found.tolist()
 

@@ -8,7 +8,18 @@ from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
-from kvoffload.abc import OffloadKey, RetainRefusal, Slots, States, TenantUse, Tier, TierError, TierResult, TierStats
+from kvoffload.abc import (
+    Keys,
+    OffloadKey,
+    RetainRefusal,
+    Slots,
+    States,
+    TenantUse,
+    Tier,
+    TierError,
+    TierResult,
+    TierStats,
+)
 from kvoffload.cache.tenants import Shares
 from kvoffload.tiers.catalog import Catalog
 
@@ -54,16 +65,16 @@ class CatalogTier(Tier):
         """Whether transfers are under way."""
         return bool(self._reads or self._writes)
 
-    def contains(self, keys: Sequence[OffloadKey], ahead: Sequence[OffloadKey] = ()) -> States:
+    def contains(self, keys: Keys, ahead: Keys = ()) -> States:
         return self._catalog.contains(keys)
 
-    def read(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
+    def read(self, keys: Keys, slots: Slots) -> list[OffloadKey]:
         taken, _, own_slots = self._catalog.begin_reads(keys, slots)
         self._reads += zip(taken, own_slots.tolist(), strict=True)
         self.num_read += len(taken)
         return taken
 
-    def write(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
+    def write(self, keys: Keys, slots: Slots) -> list[OffloadKey]:
         taken, _, own_slots = self._catalog.begin_writes(keys, slots, self._catalog.num_available)
         ends = max(self._clock(), self._writes[-1][0] if self._writes else 0.0)
         for key, slot in zip(taken, own_slots.tolist(), strict=True):
@@ -72,7 +83,7 @@ class CatalogTier(Tier):
         self.num_written += len(taken)
         return taken
 
-    def retain(self, keys: Sequence[OffloadKey], session: int | None, seconds: float) -> RetainRefusal | None:
+    def retain(self, keys: Keys, session: int | None, seconds: float) -> RetainRefusal | None:
         return self._catalog.retain(keys, session, seconds)
 
     def take_evicted(self) -> list[OffloadKey]:
@@ -99,10 +110,10 @@ class CatalogTier(Tier):
             for key, slot in ended
         ]
 
-    def touch(self, keys: Sequence[OffloadKey], stored: Collection[OffloadKey] | None = None) -> None:
+    def touch(self, keys: Keys, stored: Collection[OffloadKey] | None = None) -> None:
         self._catalog.touch(keys, stored)
 
-    def delete(self, keys: Sequence[OffloadKey]) -> None:
+    def delete(self, keys: Keys) -> None:
         self._catalog.drop(keys)
 
     def reset(self) -> None:

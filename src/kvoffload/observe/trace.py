@@ -20,12 +20,12 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import xxhash
 
-from kvoffload.abc import ConfigError, Hints, OffloadKey
+from kvoffload.abc import ConfigError, Hints, Keys
 from kvoffload.deadlines import FILES_DEADLINE_S, within
 from kvoffload.locks import try_to_lock
 from kvoffload.observe.records import RequestRecord
@@ -87,7 +87,7 @@ class TraceRecorder:
         self,
         arrived: float,
         record: RequestRecord,
-        keys: Sequence[OffloadKey],
+        keys: Keys,
         num_tokens: int,
         num_computed: int,
         names: Mapping[str, str | None],

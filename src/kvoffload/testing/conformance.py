@@ -7,13 +7,13 @@ Keys are written as letters: ``"abc"`` is a chain of three blocks.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvoffload.abc import Access, CachePolicy, Eviction, IntegrityError, OffloadKey, Slots
+from kvoffload.abc import Access, CachePolicy, Eviction, IntegrityError, Keys, OffloadKey, Slots
 from kvoffload.cache.keys import key_block_hash, make_offload_key
 from kvoffload.cache.policies.tenants import TenantPolicy
 
@@ -66,17 +66,13 @@ class PolicyConformance:
         if written:
             policy.mark_evictable(_array(slots))
 
-    def access(
-        self, policy: CachePolicy, slots: list[int], ready: bool = True, absent: Sequence[OffloadKey] = ()
-    ) -> None:
+    def access(self, policy: CachePolicy, slots: list[int], ready: bool = True, absent: Keys = ()) -> None:
         """A request uses a chain: the cached blocks ``slots``, and behind them ``absent`` keys."""
         chain = [*reversed(_slot_keys(slots)), *reversed(absent)]
         found = _array([*reversed(slots), *(-1 for _ in absent)])
         policy.access(Access(chain, found, _array(slots), np.full(len(slots), ready), 0.0))
 
-    def evict(
-        self, policy: CachePolicy, n: int, busy: Iterable[int] = (), entering: Sequence[OffloadKey] = ()
-    ) -> list[int]:
+    def evict(self, policy: CachePolicy, n: int, busy: Iterable[int] = (), entering: Keys = ()) -> list[int]:
         """Evicts ``n`` blocks while ``busy`` ones must stay, and checks that the policy does."""
         mask = np.zeros(policy.capacity, dtype=np.bool_)
         mask[list(busy)] = True
@@ -351,7 +347,7 @@ class _PolicyDriver:
     def evict(self) -> None:
         self.make_room(self.rng.randint(0, len(self.idle)), [])
 
-    def make_room(self, n: int, entering: Sequence[OffloadKey]) -> None:
+    def make_room(self, n: int, entering: Keys) -> None:
         idle = sorted(self.idle)
         protected = set(self.rng.sample(idle, self.rng.randint(0, len(idle) - n)))
         busy = np.zeros(self.policy.capacity, dtype=np.bool_)

@@ -26,7 +26,7 @@ from types import FrameType
 import numpy as np
 import pytest
 
-from kvoffload.abc import ByteArray, LookupState, OffloadKey, Slots, Tier, TierError, TierResult
+from kvoffload.abc import ByteArray, Keys, LookupState, OffloadKey, Slots, Tier, TierError, TierResult
 from kvoffload.testing.conformance import ALPHABET, keys, letters
 
 HIT, MISS, RETRY = LookupState.HIT, LookupState.MISS, LookupState.RETRY
@@ -160,7 +160,7 @@ class TierDriver:
         self.check(tier)
         return letters(taken)
 
-    def finish(self, tier: Tier, wanted: str | Sequence[OffloadKey]) -> list[TierResult]:
+    def finish(self, tier: Tier, wanted: str | Keys) -> list[TierResult]:
         """Waits until the tier has reported ``wanted``, names or keys, each once, and nothing else."""
         asked = keys(wanted) if isinstance(wanted, str) else wanted
         results: list[TierResult] = []
@@ -774,8 +774,8 @@ class SharedTierConformance(TierConformance):
 
 def add(
     under_way: dict[OffloadKey, int],
-    taken: Sequence[OffloadKey],
-    asked: Sequence[OffloadKey],
+    taken: Keys,
+    asked: Keys,
     slots: Slots,
     free: list[int],
 ) -> None:

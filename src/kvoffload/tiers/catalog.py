@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from itertools import compress
 
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.abc import Access, OffloadKey, RetainRefusal, Slots, States
+from kvoffload.abc import Access, Keys, OffloadKey, RetainRefusal, Slots, States
 from kvoffload.abc.tier import HIT, MISS
 from kvoffload.cache.blocks import BlockCache
 from kvoffload.cache.keys import TRANSIENT
@@ -71,7 +71,7 @@ class Catalog:
         """Blocks that could be written now, in free slots and in place of others."""
         return self.blocks.num_available
 
-    def contains(self, keys: Sequence[OffloadKey]) -> States:
+    def contains(self, keys: Keys) -> States:
         """Returns one LookupState per key: HIT if the block can be read, else MISS."""
         states = self._table.states(keys)
         states[states != HIT] = MISS
@@ -79,7 +79,7 @@ class Catalog:
 
     # The medium.
 
-    def restore(self, keys: Sequence[OffloadKey], slots: Slots) -> Slots:
+    def restore(self, keys: Keys, slots: Slots) -> Slots:
         """Adds distinct blocks that the medium holds already, the least recently used first. Returns the slots of those
         that were left out, because they are more than their tenants' quotas, or their keys are transient."""
         kept = self.blocks.room.restorable(keys)
@@ -102,7 +102,7 @@ class Catalog:
 
     # Transfers.
 
-    def begin_reads(self, keys: Sequence[OffloadKey], host_slots: Slots) -> Claim:
+    def begin_reads(self, keys: Keys, host_slots: Slots) -> Claim:
         """Pins those of ``keys`` that can be read and are not being read already."""
         if len(set(keys)) < len(keys):
             last = {key: i for i, key in enumerate(keys)}
@@ -117,7 +117,7 @@ class Catalog:
         self._is_read[slots] = True
         return list(keys), host_slots.copy(), slots
 
-    def begin_writes(self, keys: Sequence[OffloadKey], host_slots: Slots, room: int) -> Claim:
+    def begin_writes(self, keys: Keys, host_slots: Slots, room: int) -> Claim:
         """Gives slots to those of ``keys`` that are absent, at most ``room`` of them, which must not be more than
         ``num_available``. Evicts other blocks as necessary."""
         room = min(room, self.blocks.room.num_storable(keys[0])) if keys else 0
@@ -135,7 +135,7 @@ class Catalog:
             host_slots = host_slots[[index[key] for key in output.keys_to_store]]
         return output.keys_to_store, host_slots.copy(), output.store_spec.slots
 
-    def end_reads(self, keys: Sequence[OffloadKey], slots: Slots, succeeded: npt.NDArray[np.bool_]) -> Slots:
+    def end_reads(self, keys: Keys, slots: Slots, succeeded: npt.NDArray[np.bool_]) -> Slots:
         """Reads of ``keys`` in ``slots`` have ended. Blocks that could not be read are dropped. Returns the slots of
         those that had been dropped before, which are free now."""
         dropped = self._table.dropped[slots]
@@ -168,7 +168,7 @@ class Catalog:
 
     # Order and removal.
 
-    def touch(self, keys: Sequence[OffloadKey], stored: Collection[OffloadKey] | None = None) -> Slots:
+    def touch(self, keys: Keys, stored: Collection[OffloadKey] | None = None) -> Slots:
         """Marks as recently used, last key first; with ``stored``, see ``Tier.touch``. Returns the slots of the blocks
         that are present, in order."""
         found = self._table.find(keys)
@@ -178,11 +178,11 @@ class Catalog:
             self._policy.reorder(*self._table.chain(found, list(stored)))
         return found[found >= 0]
 
-    def drop(self, keys: Sequence[OffloadKey]) -> Slots:
+    def drop(self, keys: Keys) -> Slots:
         """Drops blocks at once. Returns the slots that they were in."""
         return self.blocks.drop(keys)
 
-    def retain(self, keys: Sequence[OffloadKey], session: int | None, seconds: float) -> RetainRefusal | None:
+    def retain(self, keys: Keys, session: int | None, seconds: float) -> RetainRefusal | None:
         """See ``Tier.retain``."""
         retention = self.retention
         if seconds > 0:

@@ -20,7 +20,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvoffload.abc import OffloadKey, RetainRefusal, Slots, States, TenantUse, Tier, TierResult, TierStats
+from kvoffload.abc import Keys, OffloadKey, RetainRefusal, Slots, States, TenantUse, Tier, TierResult, TierStats
 from kvoffload.tiers.limited_log import LimitedLog
 
 logger = logging.getLogger(__name__)
@@ -245,34 +245,32 @@ class LateTier(Tier):
     def most_blocks(self, key: OffloadKey) -> int | None:
         return super().most_blocks(key) if self._tier is None else self._tier.most_blocks(key)
 
-    def contains(self, keys: Sequence[OffloadKey], ahead: Sequence[OffloadKey] = ()) -> States:
+    def contains(self, keys: Keys, ahead: Keys = ()) -> States:
         return np.zeros(len(keys), dtype=np.uint8) if self._tier is None else self._tier.contains(keys, ahead)
 
-    def read(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
+    def read(self, keys: Keys, slots: Slots) -> list[OffloadKey]:
         return [] if self._tier is None else self._tier.read(keys, slots)
 
-    def write(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
+    def write(self, keys: Keys, slots: Slots) -> list[OffloadKey]:
         return [] if self._tier is None else self._tier.write(keys, slots)
 
-    def touch(self, keys: Sequence[OffloadKey], stored: Collection[OffloadKey] | None = None) -> None:
+    def touch(self, keys: Keys, stored: Collection[OffloadKey] | None = None) -> None:
         if self._tier is not None:
             self._tier.touch(keys, stored)
 
-    def retain(self, keys: Sequence[OffloadKey], session: int | None, seconds: float) -> RetainRefusal | None:
+    def retain(self, keys: Keys, session: int | None, seconds: float) -> RetainRefusal | None:
         return (
             super().retain(keys, session, seconds) if self._tier is None else self._tier.retain(keys, session, seconds)
         )
 
-    def hand_over(self, keys: Sequence[OffloadKey]) -> str:
+    def hand_over(self, keys: Keys) -> str:
         return super().hand_over(keys) if self._tier is None else self._tier.hand_over(keys)
 
-    def look_for(
-        self, keys: Sequence[OffloadKey], place: str, pause_s: float, chain: Collection[OffloadKey] = ()
-    ) -> None:
+    def look_for(self, keys: Keys, place: str, pause_s: float, chain: Collection[OffloadKey] = ()) -> None:
         if self._tier is not None:
             self._tier.look_for(keys, place, pause_s, chain)
 
-    def delete(self, keys: Sequence[OffloadKey]) -> None:
+    def delete(self, keys: Keys) -> None:
         if self._tier is not None:
             self._tier.delete(keys)
         elif len(self._deleted) <= MAX_DELETED:

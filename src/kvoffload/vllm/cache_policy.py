@@ -22,7 +22,7 @@ import numpy.typing as npt
 from vllm.v1.kv_offload.base import ReqContext
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy
 
-from kvoffload.abc import Access, ConfigError, Eviction, IntegrityError, OffloadKey, Slots
+from kvoffload.abc import Access, ConfigError, Eviction, IntegrityError, Keys, OffloadKey, Slots
 from kvoffload.cache.keys import key_group_idx, seem_of_several_groups
 from kvoffload.cache.policies import make_policy
 from kvoffload.cache.table import BlockTable
@@ -46,7 +46,7 @@ class _Use:
 
     life: object
     """Of the policy when the request began; see ``PolicyAdapter``."""
-    chain: Sequence[OffloadKey] = ()
+    chain: Keys = ()
     """The keys of the request, head first, as far as vLLM knew them when ``chain`` was made."""
     num_keys: int = -1
     """How many keys vLLM knew then."""
@@ -209,7 +209,7 @@ class PolicyAdapter(CachePolicy):
     @_starts_over
     def on_request_finished(
         self,
-        key_groups: Sequence[Sequence[OffloadKey]],
+        key_groups: Sequence[Keys],
         insertion_only_keys: set[OffloadKey],
         reused_keys: set[OffloadKey],
         req_context: ReqContext,
@@ -248,18 +248,18 @@ class PolicyAdapter(CachePolicy):
             self._take_back(use.chain)
         return use
 
-    def _chain(self, use: _Use, keys: list[OffloadKey], req_context: ReqContext) -> Sequence[OffloadKey]:
+    def _chain(self, use: _Use, keys: list[OffloadKey], req_context: ReqContext) -> Keys:
         """Returns the chain of a request as far as vLLM knows it by now; ``keys`` if it does not say where they end."""
         ends = req_context._offload_key_positions
         if not ends:
             return list(dict.fromkeys(keys))
         return use.chain if len(ends) == use.num_keys else _chain(ends, self._chunks)
 
-    def _reorder(self, chain: Sequence[OffloadKey], new: list[OffloadKey]) -> None:
+    def _reorder(self, chain: Keys, new: list[OffloadKey]) -> None:
         slots, is_new = self._table.chain(self._find(chain), new)
         self._policy.reorder(slots, is_new)
 
-    def _find(self, keys: Sequence[OffloadKey]) -> Slots:
+    def _find(self, keys: Keys) -> Slots:
         """Returns one slot per key, -1 where the policy has no such block."""
         found = self._table.find(keys)
         if self._aside:
@@ -296,7 +296,7 @@ class PolicyAdapter(CachePolicy):
         """Tells the policy how many blocks it has room for: those aside take room as well."""
         self._policy.full = max(self.cache_capacity - len(self._aside), (self.cache_capacity + 1) // 2)
 
-    def _take_back(self, chain: Sequence[OffloadKey]) -> None:
+    def _take_back(self, chain: Keys) -> None:
         """Gives blocks aside that a request uses to the policy, if it admits them now."""
         found = self._table.find(chain[::-1])
         there = (found >= 0) & self._aside.has(found)

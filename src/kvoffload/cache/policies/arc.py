@@ -3,13 +3,12 @@ FAST 2003, adapted to batches and to blocks that cannot be evicted for a while."
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import compress
 
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.abc import Access, Eviction, IntegrityError, OffloadKey, Slots
+from kvoffload.abc import Access, Eviction, IntegrityError, Keys, OffloadKey, Slots
 from kvoffload.cache.policies.base import ListPolicy, admit_head
 from kvoffload.native.structures import KeyQueue
 
@@ -33,7 +32,7 @@ class ARCPolicy(ListPolicy):
         self.target_t1_size = 0.0
         self.last_was_in_b2 = False
 
-    def insert(self, slots: Slots, keys: Sequence[OffloadKey]) -> None:
+    def insert(self, slots: Slots, keys: Keys) -> None:
         returning = self._asked.holds(keys)
         for ghosts in (self._asked, self.b1, self.b2):
             ghosts.discard(keys)
@@ -50,7 +49,7 @@ class ARCPolicy(ListPolicy):
         self.t1.discard(slots[again])
         self.t2.append(slots[again | ~in_t1])
 
-    def _ask(self, keys: Sequence[OffloadKey]) -> None:
+    def _ask(self, keys: Keys) -> None:
         """Records a use of absent keys, each given once."""
         if len(keys):
             self.last_was_in_b2 = keys[-1] in self.b2
@@ -59,7 +58,7 @@ class ARCPolicy(ListPolicy):
         self.b2.discard(asked)
         self._asked.add(asked)
 
-    def _adapt(self, keys: Sequence[OffloadKey], leave: bool) -> tuple[list[OffloadKey], list[bool]]:
+    def _adapt(self, keys: Keys, leave: bool) -> tuple[list[OffloadKey], list[bool]]:
         """Moves the target towards the ghost list of each key that is in one. Returns these keys, and which of them are
         in b1.
 
@@ -95,12 +94,12 @@ class ARCPolicy(ListPolicy):
         at_target_too = self.last_was_in_b2 and self.target_t1_size.is_integer()
         return len(self.t1) - int(self.target_t1_size) + at_target_too
 
-    def admit(self, keys: Sequence[OffloadKey], shortage: int) -> npt.NDArray[np.bool_] | None:
+    def admit(self, keys: Keys, shortage: int) -> npt.NDArray[np.bool_] | None:
         returning = self._asked.holds(keys)
         t2_size = min(len(self.t2) + int(np.count_nonzero(returning)), self.capacity - int(self.target_t1_size) - 1)
         return admit_head(returning, self.capacity - t2_size)
 
-    def refuse(self, keys: Sequence[OffloadKey]) -> None:
+    def refuse(self, keys: Keys) -> None:
         self.b2.discard(keys)
         self.b1.add(keys)
         self._cut_ghosts()

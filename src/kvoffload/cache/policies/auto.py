@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import compress
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.abc import Access, CachePolicy, Eviction, IntegrityError, OffloadKey, Slots
+from kvoffload.abc import Access, CachePolicy, Eviction, IntegrityError, Keys, Slots
 from kvoffload.cache.keys import Hashes, key_hashes, seem_of_several_groups
 from kvoffload.cache.policies.tournament import GHOSTS, Tournament, refusals
 from kvoffload.native.structures import GapLists, GhostTable
@@ -42,7 +42,7 @@ class AutoPolicy(CachePolicy):
         self._has_shared_names = False
         """Whether a key of another group than the first was seen. Then a ghost stays when a block returns, for the
         other blocks of its name. Blocks that came before have names of their own until they leave."""
-        self._last: tuple[Sequence[OffloadKey], Hashes] = ((), _NO_HASHES)
+        self._last: tuple[Keys, Hashes] = ((), _NO_HASHES)
         """Keys and hashes of the last call, because the next call is often about the same keys."""
 
     def put_behind(self, device_blocks: int) -> None:
@@ -68,7 +68,7 @@ class AutoPolicy(CachePolicy):
         self._tournament.observe(chain, self.full, now, self.must_store)
         self._lists.use(access.slots, access.ready)
 
-    def insert(self, slots: Slots, keys: Sequence[OffloadKey]) -> None:
+    def insert(self, slots: Slots, keys: Keys) -> None:
         hashes = self._hashes(keys)
         classes = self._ghosts.classes(hashes) if self._has_shared_names else self._ghosts.take(hashes)
         self._hash_of[slots] = hashes
@@ -87,7 +87,7 @@ class AutoPolicy(CachePolicy):
         self._remember(self._hash_of[slots], self._lists.tick(len(slots)), self._lists.classes(slots))
         self._lists.discard(slots)
 
-    def admit(self, keys: Sequence[OffloadKey], shortage: int) -> npt.NDArray[np.bool_] | None:
+    def admit(self, keys: Keys, shortage: int) -> npt.NDArray[np.bool_] | None:
         rule = self._tournament.rule
         if rule.by_gap:
             hashes, now = self._hashes(keys), self._lists.begin(0.0)
@@ -109,7 +109,7 @@ class AutoPolicy(CachePolicy):
         admitted[np.flatnonzero(classes)[:again]] = False
         return admitted
 
-    def refuse(self, keys: Sequence[OffloadKey]) -> None:
+    def refuse(self, keys: Keys) -> None:
         self._remember(self._hashes(keys), self._lists.tick(len(keys)))
 
     def evict(self, eviction: Eviction) -> Slots:
@@ -144,11 +144,11 @@ class AutoPolicy(CachePolicy):
         if min(self._tournament.scores) < 0:
             raise IntegrityError("the score of a rule is negative")
 
-    def _classes(self, keys: Sequence[OffloadKey]) -> Slots:
+    def _classes(self, keys: Keys) -> Slots:
         """Returns the class that each absent key will have if it is stored now: 0 if it counts as used once."""
         return self._ghosts.classes(self._hashes(keys))
 
-    def _hashes(self, keys: Sequence[OffloadKey]) -> Hashes:
+    def _hashes(self, keys: Keys) -> Hashes:
         if self._last[0] != keys:
             if not self._has_shared_names:
                 self._has_shared_names = seem_of_several_groups(keys)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import compress
 
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.abc import Backend, OffloadKey, Slots
+from kvoffload.abc import Backend, Keys, Slots
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies.arc import ARCPolicy
 from kvoffload.native.structures import KeyQueue
@@ -22,12 +21,12 @@ class EngineARCPolicy(ARCPolicy):
         super().__init__(capacity)
         self._asked = KeyQueue(1)  # Stays empty: a returning block is new, so its key need not be remembered.
 
-    def insert(self, slots: Slots, keys: Sequence[OffloadKey]) -> None:
+    def insert(self, slots: Slots, keys: Keys) -> None:
         self.b1.discard(keys)
         self.b2.discard(keys)
         self.t1.append(slots)
 
-    def _ask(self, keys: Sequence[OffloadKey]) -> None:
+    def _ask(self, keys: Keys) -> None:
         asked, in_b1 = self._adapt(keys, leave=False)
         self.b1.add(list(compress(asked, in_b1)))
         self.b2.add(list(compress(asked, (not each for each in in_b1))))
@@ -35,10 +34,10 @@ class EngineARCPolicy(ARCPolicy):
     def _t1_surplus(self) -> int:
         return len(self.t1) - int(self.target_t1_size) + 1
 
-    def admit(self, keys: Sequence[OffloadKey], shortage: int) -> npt.NDArray[np.bool_] | None:
+    def admit(self, keys: Keys, shortage: int) -> npt.NDArray[np.bool_] | None:
         return None
 
-    def refuse(self, keys: Sequence[OffloadKey]) -> None:
+    def refuse(self, keys: Keys) -> None:
         """Forgets them."""
 
     def _check_ghosts(self) -> None:

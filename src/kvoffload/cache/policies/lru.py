@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from kvoffload.abc import Access, Eviction, OffloadKey, Slots
+from kvoffload.abc import Access, Eviction, Keys, Slots
 from kvoffload.cache.policies.base import ListPolicy
 
 
 class LRUPolicy(ListPolicy):
     """Evicts the block whose insertion or last use is longest ago."""
 
-    def insert(self, slots: Slots, keys: Sequence[OffloadKey]) -> None:
+    def insert(self, slots: Slots, keys: Keys) -> None:
         self.lists[0].append(slots)
 
     def access(self, access: Access) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.abc import Access, CachePolicy, Eviction, IntegrityError, MissReason, OffloadKey, Slots, TenantUse
+from kvoffload.abc import Access, CachePolicy, Eviction, IntegrityError, Keys, MissReason, OffloadKey, Slots, TenantUse
 from kvoffload.cache.slots import check_slots
 from kvoffload.cache.tenants import KeysOfTenant, Shares
 from kvoffload.native.structures import FreeSlots
@@ -49,7 +49,7 @@ class _Blocks:
     def num_idle(self) -> int:
         return self.num_held - self.num_busy
 
-    def insert(self, slots: Slots, keys: Sequence[OffloadKey]) -> Slots:
+    def insert(self, slots: Slots, keys: Keys) -> Slots:
         """Adds busy blocks, and returns their places. Raises IntegrityError if they are more than the quota allows."""
         places = self.free.take(len(slots))
         self.slot_of[places] = slots
@@ -103,7 +103,7 @@ class TenantPolicy(CachePolicy):
         """The tenant of the block in each slot. Read only."""
         self._place_of = np.zeros(capacity, dtype=np.int64)
         """The place that its policy knows it by."""
-        self._last: tuple[Sequence[OffloadKey], Sequence[KeysOfTenant]] | None = None
+        self._last: tuple[Keys, Sequence[KeysOfTenant]] | None = None
         """The keys of the last call, by tenant: the next call is often about the same list, which does not change."""
 
     # Whose blocks.
@@ -122,13 +122,13 @@ class TenantPolicy(CachePolicy):
             chosen = tenants == t
             yield self.tenants[t], places[chosen], chosen
 
-    def _keys_by_tenant(self, keys: Sequence[OffloadKey]) -> Sequence[KeysOfTenant]:
+    def _keys_by_tenant(self, keys: Keys) -> Sequence[KeysOfTenant]:
         """Returns each tenant that has some of ``keys``, these keys, and which they are, None for all."""
         if self._last is None or self._last[0] is not keys:
             self._last = keys, self.shares.split(keys)
         return self._last[1]
 
-    def _counts(self, keys: Sequence[OffloadKey]) -> list[int]:
+    def _counts(self, keys: Keys) -> list[int]:
         """Returns how many of ``keys`` each tenant has."""
         counts = [0] * len(self.tenants)
         for t, own, _ in self._keys_by_tenant(keys):
@@ -137,7 +137,7 @@ class TenantPolicy(CachePolicy):
 
     # Room.
 
-    def room(self, keys: Sequence[OffloadKey], num_free: int, protected: Slots) -> list[int] | MissReason:
+    def room(self, keys: Keys, num_free: int, protected: Slots) -> list[int] | MissReason:
         """Returns how many blocks of each tenant must leave so that new ``keys`` can be stored, or why they cannot be.
         ``num_free`` slots are free. The blocks in ``protected``, which are not busy, must stay."""
         idle = [blocks.num_idle for blocks in self.tenants]
@@ -180,7 +180,7 @@ class TenantPolicy(CachePolicy):
         """Returns how many blocks the tenant of ``key`` can have whatever the others hold."""
         return self.shares.sure_blocks(self.shares.tenant(key))
 
-    def restorable(self, keys: Sequence[OffloadKey]) -> Flags:
+    def restorable(self, keys: Keys) -> Flags:
         """Returns which of ``keys``, the least recently used first, may enter if nothing is held yet."""
         kept = np.ones(len(keys), dtype=np.bool_)
         for t, own, chosen in self._keys_by_tenant(keys):
@@ -208,7 +208,7 @@ class TenantPolicy(CachePolicy):
         for blocks in self.tenants:
             blocks.policy.put_behind(max(1, device_blocks * blocks.quota // total))
 
-    def insert(self, slots: Slots, keys: Sequence[OffloadKey]) -> None:
+    def insert(self, slots: Slots, keys: Keys) -> None:
         for t, own, chosen in self._keys_by_tenant(keys):
             own_slots = slots if chosen is None else slots[chosen]
             self._place_of[own_slots] = self.tenants[t].insert(own_slots, own)
@@ -224,7 +224,7 @@ class TenantPolicy(CachePolicy):
             own_found, used = found if chosen is None else found[chosen], self._place_of[access.slots[mine]]
             policy.access(Access(keys, own_found, used, access.ready[mine], access.time))
 
-    def admit(self, keys: Sequence[OffloadKey], shortage: int) -> Flags | None:
+    def admit(self, keys: Keys, shortage: int) -> Flags | None:
         entering = self._counts(keys)
         plan = self._leaving(entering, shortage, [blocks.num_idle for blocks in self.tenants])
         admitted = np.ones(len(keys), dtype=np.bool_)
@@ -241,7 +241,7 @@ class TenantPolicy(CachePolicy):
                 admitted[slice(None) if chosen is None else chosen] = answer
         return None if admitted.all() else admitted
 
-    def refuse(self, keys: Sequence[OffloadKey]) -> None:
+    def refuse(self, keys: Keys) -> None:
         for t, own, _ in self._keys_by_tenant(keys):
             self.tenants[t].policy.refuse(own)
 

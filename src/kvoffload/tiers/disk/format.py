@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
-from kvoffload.abc import ByteArray, KVOffloadError, OffloadKey, Slots
+from kvoffload.abc import ByteArray, Keys, KVOffloadError, OffloadKey, Slots
 from kvoffload.host.pool import SLOT_ALIGNMENT
 from kvoffload.tiers.checksum import CHECKSUM_BYTES, block_checksum, is_sealed, sealed
 
@@ -181,16 +181,14 @@ def payload_checksum(header: Header, key: OffloadKey, buffers: Sequence[ByteArra
     return block_checksum(header.fingerprint_id + struct.pack("<Q", header.generation) + key, buffers)
 
 
-def payload_checksums(
-    header: Header, keys: Sequence[OffloadKey], blocks: Sequence[Sequence[ByteArray]]
-) -> npt.NDArray[np.uint64]:
+def payload_checksums(header: Header, keys: Keys, blocks: Sequence[Sequence[ByteArray]]) -> npt.NDArray[np.uint64]:
     """Returns ``payload_checksum`` of each block."""
     seed = header.fingerprint_id + struct.pack("<Q", header.generation)
     checksums = (block_checksum(seed + key, buffers) for key, buffers in zip(keys, blocks, strict=True))
     return np.fromiter(checksums, np.uint64, len(keys))
 
 
-def pack_records(header: Header, keys: Sequence[OffloadKey], facts: Facts) -> ByteArray:
+def pack_records(header: Header, keys: Keys, facts: Facts) -> ByteArray:
     """Returns the records of blocks with these ``facts``, RECORD_BYTES bytes per row."""
     records = np.zeros(len(keys), dtype=RECORD)
     records["magic"] = _RECORD_MAGIC

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.abc import ByteArray, OffloadKey, Slots
+from kvoffload.abc import ByteArray, Keys, Slots
 from kvoffload.tiers.checksum import CHECKSUM_BYTES, is_sealed, sealed
 from kvoffload.tiers.disk.format import MAX_KEY_BYTES, RECORD, RECORD_BYTES, FormatError, Header, Records, claims_block
 from kvoffload.tiers.disk.storage import StoredFile
@@ -71,7 +71,7 @@ def journal_bytes(num_entries: int) -> int:
 # Digests of keys.
 
 
-def digests_of(keys: Sequence[OffloadKey]) -> UInt64s:
+def digests_of(keys: Keys) -> UInt64s:
     """Returns a 64-bit digest of each key, never 0. It depends on nothing but the key."""
     lengths = set(map(len, keys))
     if len(lengths) == 1:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
-from kvoffload.abc import OffloadKey, Slots
+from kvoffload.abc import Keys, OffloadKey, Slots
 from kvoffload.cache.retention import MAX_RETAIN_S
 from kvoffload.tiers.catalog import Catalog
 from kvoffload.tiers.disk.files import DiskFiles
@@ -81,7 +81,7 @@ class Restart:
         self._catalog.add_free(np.flatnonzero(free))
         return np.concatenate((stale, left_out))
 
-    def _found_retained(self, keys: Sequence[OffloadKey], marks: Marks) -> dict[OffloadKey, float]:
+    def _found_retained(self, keys: Keys, marks: Marks) -> dict[OffloadKey, float]:
         """Returns until when, in seconds since 1970, which blocks are retained by their marks: for MAX_RETAIN_S from
         now on at most."""
         now = self._wall_clock()

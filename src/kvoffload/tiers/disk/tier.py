@@ -13,6 +13,7 @@ import numpy as np
 
 from kvoffload.abc import (
     ByteArray,
+    Keys,
     OffloadKey,
     RetainRefusal,
     Slots,
@@ -139,12 +140,12 @@ class DiskTier(RenewableTier):
     def has_jobs(self) -> bool:
         return any(self._io.num_moving.values()) or self._maintenance.is_busy
 
-    def contains(self, keys: Sequence[OffloadKey], ahead: Sequence[OffloadKey] = ()) -> States:
+    def contains(self, keys: Keys, ahead: Keys = ()) -> States:
         return self.catalog.contains(keys)
 
     # Transfers.
 
-    def read(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
+    def read(self, keys: Keys, slots: Slots) -> list[OffloadKey]:
         if self._closed or not keys:
             return []
         batch = self._batch(self.catalog.begin_reads(keys, slots))
@@ -154,7 +155,7 @@ class DiskTier(RenewableTier):
             self.catalog.cancel_reads(batch.slots[taken:])
         return batch.keys[:taken]
 
-    def write(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
+    def write(self, keys: Keys, slots: Slots) -> list[OffloadKey]:
         if self._closed or not keys:
             return []
         if max(map(len, keys)) > MAX_KEY_BYTES:
@@ -245,14 +246,14 @@ class DiskTier(RenewableTier):
 
     # Order and removal.
 
-    def touch(self, keys: Sequence[OffloadKey], stored: Collection[OffloadKey] | None = None) -> None:
+    def touch(self, keys: Keys, stored: Collection[OffloadKey] | None = None) -> None:
         self._note_use(self.catalog.touch(keys, stored))
 
     def _note_use(self, slots: Slots) -> None:
         if len(slots) and not self.files.read_only:
             self._recency.note_use(slots)
 
-    def retain(self, keys: Sequence[OffloadKey], session: int | None, seconds: float) -> RetainRefusal | None:
+    def retain(self, keys: Keys, session: int | None, seconds: float) -> RetainRefusal | None:
         if self._closed or (seconds > 0 and self.files.read_only):
             return RetainRefusal.NO_QUOTA
         refusal = self.catalog.retain(keys, session, seconds)
@@ -260,7 +261,7 @@ class DiskTier(RenewableTier):
         self._maintenance.submit()
         return refusal
 
-    def delete(self, keys: Sequence[OffloadKey]) -> None:
+    def delete(self, keys: Keys) -> None:
         self._maintenance.empty_records(self.catalog.drop(keys))
         self._maintenance.submit()
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import islice, repeat
 from typing import Any
 
 import numpy as np
 
-from kvoffload.abc import OffloadKey, States
+from kvoffload.abc import Keys, OffloadKey, States
 from kvoffload.abc.tier import HIT, MISS, RETRY
 
 MAX_KNOWN = 1 << 18
@@ -36,7 +36,7 @@ class PresenceCache:
         self._until: dict[OffloadKey, float] = {}
         """Until when each key counts as present, or negative: until when it counts as missing. The oldest first."""
 
-    def states(self, keys: Sequence[OffloadKey], now: float) -> States:
+    def states(self, keys: Keys, now: float) -> States:
         """Returns HIT, MISS or, if nothing is known, RETRY per key."""
         until = np.fromiter(map(self._until.get, keys, repeat(0.0)), np.float64, len(keys))
         states = np.full(len(keys), RETRY, dtype=np.uint8)

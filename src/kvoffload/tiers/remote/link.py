@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from kvoffload.abc import OffloadKey
+from kvoffload.abc import Keys
 from kvoffload.abc.tier import POLL_INTERVAL_S
 from kvoffload.printable import printable
 from kvoffload.tiers.limited_log import LimitedLog
@@ -146,7 +146,7 @@ class StoreLink:
         """Whether the process runs and has not reached the store yet."""
         return self._run is not None and not self._run.has_connected
 
-    def send(self, op: Op, keys: Sequence[OffloadKey], slots: Sequence[int] = ()) -> bool:
+    def send(self, op: Op, keys: Keys, slots: Sequence[int] = ()) -> bool:
         """Returns whether the request was sent: ``poll`` returns its answer."""
         request = StoreRequest(self._last_number + 1, op, list(keys), list(slots))
         if self._run is None or not self._run.is_ready or not self._run.process.submit(request):

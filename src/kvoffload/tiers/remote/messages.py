@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from kvoffload.abc import KVOffloadError, OffloadKey
+from kvoffload.abc import Keys, KVOffloadError
 from kvoffload.host.pool import PoolHandle
 from kvoffload.tiers.remote.client import Outcome
 
@@ -54,7 +54,7 @@ class StoreRequest:
 
     number: int
     op: Op
-    keys: Sequence[OffloadKey]
+    keys: Keys
     slots: Sequence[int] = ()
 
     def pack(self) -> bytes:

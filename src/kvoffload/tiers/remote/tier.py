@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random as random_module
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from itertools import takewhile
 
 import numpy as np
 
-from kvoffload.abc import IntegrityError, OffloadKey, Slots, States, Tier, TierError, TierResult, TierStats
+from kvoffload.abc import IntegrityError, Keys, OffloadKey, Slots, States, Tier, TierError, TierResult, TierStats
 from kvoffload.abc.tier import HIT, MISS, RETRY
 from kvoffload.tiers.remote.client import Outcome
 from kvoffload.tiers.remote.known import PresenceCache, Removals
@@ -85,16 +85,14 @@ class RemoteTier(Tier):
 
     # Lookups.
 
-    def contains(self, keys: Sequence[OffloadKey], ahead: Sequence[OffloadKey] = ()) -> States:
+    def contains(self, keys: Keys, ahead: Keys = ()) -> States:
         if self._is_off:
             return np.zeros(len(keys), dtype=np.uint8)
         if ahead:
             self._find(ahead)
         return self._find(keys)
 
-    def look_for(
-        self, keys: Sequence[OffloadKey], place: str, pause_s: float, chain: Collection[OffloadKey] = ()
-    ) -> None:
+    def look_for(self, keys: Keys, place: str, pause_s: float, chain: Collection[OffloadKey] = ()) -> None:
         now = self._clock()
         again = self._presence.forget_missing(keys[:MAX_LOOKED_FOR], now - pause_s)
         if again and not self._is_off:
@@ -105,7 +103,7 @@ class RemoteTier(Tier):
             unknown = np.flatnonzero(self._presence.states(before, now) == RETRY)
             self._ask([before[i] for i in unknown.tolist()] + again)
 
-    def _find(self, keys: Sequence[OffloadKey]) -> States:
+    def _find(self, keys: Keys) -> States:
         """Returns one state per key, and asks the store about unknown keys."""
         states = self._presence.states(keys, self._clock())
         unknown = np.flatnonzero(states == RETRY)
@@ -117,7 +115,7 @@ class RemoteTier(Tier):
                 states[unknown[~is_asked]] = MISS
         return states
 
-    def _ask(self, keys: Sequence[OffloadKey]) -> None:
+    def _ask(self, keys: Keys) -> None:
         """Asks the store, if it can be reached, about the ``keys`` that no request under way names."""
         if not self._link.is_ready or self._asked.issuperset(keys):
             return
@@ -131,16 +129,16 @@ class RemoteTier(Tier):
 
     # Transfers.
 
-    def read(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
+    def read(self, keys: Keys, slots: Slots) -> list[OffloadKey]:
         return self._begin(Op.READ, keys, slots, MISS)
 
-    def write(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
+    def write(self, keys: Keys, slots: Slots) -> list[OffloadKey]:
         taken = self._begin(Op.WRITE, keys, slots, HIT)
         # A block can be read only after the report of its write.
         self._presence.note_missing(taken, self._clock(), float("inf"))
         return taken
 
-    def _begin(self, op: Op, keys: Sequence[OffloadKey], slots: Slots, refused: int) -> list[OffloadKey]:
+    def _begin(self, op: Op, keys: Keys, slots: Slots, refused: int) -> list[OffloadKey]:
         """Begins the transfers of the ``keys`` that are not in the state ``refused``. Returns them."""
         if self._is_off or not keys or not self._link.is_ready:
             return []
@@ -179,7 +177,7 @@ class RemoteTier(Tier):
             return self._end_transfers(request, response)
         return []
 
-    def _end_lookup(self, keys: Sequence[OffloadKey], response: Response) -> None:
+    def _end_lookup(self, keys: Keys, response: Response) -> None:
         """Takes in an answer as old as it is: an idle engine may take it in much later."""
         self._asked.difference_update(keys)
         # A block that is being written or removed is not found before that ends. The write may also have ended after
@@ -196,7 +194,7 @@ class RemoteTier(Tier):
         self._removals.note_missing(key for key, outcome in answers if outcome is Outcome.MISSING)
         self.num_failed_lookups += Outcome.FAILED in response.outcomes
 
-    def _end_removal(self, keys: Sequence[OffloadKey], response: Response) -> None:
+    def _end_removal(self, keys: Keys, response: Response) -> None:
         kept = (Outcome.FAILED, Outcome.AWAY)
         removed = [key for key, outcome in zip(keys, response.outcomes, strict=True) if outcome not in kept]
         self._removals.answered(removed, len(removed) < len(keys), self._clock())
@@ -248,10 +246,10 @@ class RemoteTier(Tier):
 
     # Order and removal.
 
-    def touch(self, keys: Sequence[OffloadKey], stored: Collection[OffloadKey] | None = None) -> None:
+    def touch(self, keys: Keys, stored: Collection[OffloadKey] | None = None) -> None:
         """Does nothing: the store has an order of its own."""
 
-    def delete(self, keys: Sequence[OffloadKey]) -> None:
+    def delete(self, keys: Keys) -> None:
         if self._is_off:
             return
         self._drop_transfers(keys)
@@ -259,7 +257,7 @@ class RemoteTier(Tier):
         self._presence.note_missing(keys, self._clock())
         self._ask_to_remove()
 
-    def _drop_transfers(self, keys: Sequence[OffloadKey]) -> None:
+    def _drop_transfers(self, keys: Keys) -> None:
         for moving in self._moving.values():
             moving.update((key, False) for key in keys if key in moving)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kvoffload.abc import ByteArray, OffloadKey
+from kvoffload.abc import ByteArray, Keys
 from kvoffload.tiers.remote.client import Outcome, StoreClient, StoreError
 from kvoffload.tiers.remote.messages import Op, Response, StoreRequest
 from kvoffload.tiers.remote.record import RECORD_BYTES, Value, ValueFormat
@@ -93,7 +93,7 @@ class StoreWorker:
     def _is_late(self) -> bool:
         return self._clock() - self._begun > MORE_WITHIN_S
 
-    def _try(self, op: Op, keys: Sequence[OffloadKey], slots: Sequence[int]) -> tuple[list[Outcome], str]:
+    def _try(self, op: Op, keys: Keys, slots: Sequence[int]) -> tuple[list[Outcome], str]:
         """Returns an outcome per key, and the cause if the client raised an exception, or took too long."""
         outcomes: list[Outcome] = []
         problem = ""
@@ -107,7 +107,7 @@ class StoreWorker:
             problem = f"{type(error).__name__}: {error}"
         return outcomes + [Outcome.FAILED] * (len(keys) - len(outcomes)), problem
 
-    def _run(self, op: Op, keys: Sequence[OffloadKey], slots: Sequence[int]) -> list[Outcome]:
+    def _run(self, op: Op, keys: Keys, slots: Sequence[int]) -> list[Outcome]:
         names = [self._values.name(key) for key in keys]
         if op is Op.READ:
             return self._read(keys, names, slots)
@@ -115,7 +115,7 @@ class StoreWorker:
             return self._write(keys, names, slots)
         return self._client.exists(names) if op is Op.LOOKUP else self._client.remove(names)
 
-    def _read(self, keys: Sequence[OffloadKey], names: Sequence[str], slots: Sequence[int]) -> list[Outcome]:
+    def _read(self, keys: Keys, names: Sequence[str], slots: Sequence[int]) -> list[Outcome]:
         outcomes = self._get(keys, names, slots)
         bad = [i for i, outcome in enumerate(outcomes) if outcome is Outcome.CORRUPT]
         if bad:
@@ -131,7 +131,7 @@ class StoreWorker:
                 outcomes[i] = Outcome.CORRUPT if names[i] in removed else Outcome.MISSING
         return outcomes
 
-    def _get(self, keys: Sequence[OffloadKey], names: Sequence[str], slots: Sequence[int]) -> list[Outcome]:
+    def _get(self, keys: Keys, names: Sequence[str], slots: Sequence[int]) -> list[Outcome]:
         values = [self._memory.value(row, slot) for row, slot in enumerate(slots)]
         for value in values:
             value.record[:] = 0
@@ -143,7 +143,7 @@ class StoreWorker:
             for key, outcome, value in zip(keys, outcomes, values, strict=True)
         ]
 
-    def _write(self, keys: Sequence[OffloadKey], names: Sequence[str], slots: Sequence[int]) -> list[Outcome]:
+    def _write(self, keys: Keys, names: Sequence[str], slots: Sequence[int]) -> list[Outcome]:
         found = self._client.exists(names)
         outcomes: list[Outcome] = [Outcome.HELD if outcome is Outcome.OK else outcome for outcome in found]
         new = [i for i, outcome in enumerate(outcomes) if outcome is Outcome.MISSING]

@@ -19,7 +19,7 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.abc import ConfigError, OffloadKey, Slots, States, TenantUse, TierError, TierResult, TierStats
+from kvoffload.abc import ConfigError, Keys, OffloadKey, Slots, States, TenantUse, TierError, TierResult, TierStats
 from kvoffload.abc.tier import HIT, MISS
 from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.disk.blockio import JOB_BYTES
@@ -133,7 +133,7 @@ class SharedDirTier(RenewableTier):
         self.own.give_up()
         self._state = _SeatUse.FORGOTTEN
 
-    def contains(self, keys: Sequence[OffloadKey], ahead: Sequence[OffloadKey] = ()) -> States:
+    def contains(self, keys: Keys, ahead: Keys = ()) -> States:
         if self._state is not _SeatUse.SERVING:
             return np.full(len(keys), MISS, dtype=np.uint8)
         states = self.own.contains(keys)
@@ -144,7 +144,7 @@ class SharedDirTier(RenewableTier):
                 states[absent[self.others.hold(asked)]] = HIT
         return states
 
-    def read(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
+    def read(self, keys: Keys, slots: Slots) -> list[OffloadKey]:
         if self._state is not _SeatUse.SERVING or not keys:
             return []
         absent = self.own.contains(keys) == MISS if len(self.others.blocks) else np.zeros(len(keys), dtype=np.bool_)
@@ -155,7 +155,7 @@ class SharedDirTier(RenewableTier):
         others = np.flatnonzero(absent)
         return taken + self.others.read([keys[i] for i in others.tolist()], slots[others])
 
-    def write(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
+    def write(self, keys: Keys, slots: Slots) -> list[OffloadKey]:
         """See ``Tier.write``. Blocks that another seat holds are not taken on."""
         if self._state is not _SeatUse.SERVING or not keys:
             return []
@@ -166,7 +166,7 @@ class SharedDirTier(RenewableTier):
                 keys, slots = [keys[i] for i in absent.tolist()], slots[absent]
         return self.own.write(keys, slots)
 
-    def hand_over(self, keys: Sequence[OffloadKey]) -> str:
+    def hand_over(self, keys: Keys) -> str:
         """Returns the name of the seat. The journal, by which others learn of blocks, is written as soon as a block
         is."""
         self._handed_over.update(dict.fromkeys(keys))
@@ -175,9 +175,7 @@ class SharedDirTier(RenewableTier):
         self._write_journal_now()
         return self.seat.name
 
-    def look_for(
-        self, keys: Sequence[OffloadKey], place: str, pause_s: float, chain: Collection[OffloadKey] = ()
-    ) -> None:
+    def look_for(self, keys: Keys, place: str, pause_s: float, chain: Collection[OffloadKey] = ()) -> None:
         self.others.look_for(place, pause_s)
 
     def _write_journal_now(self) -> None:
@@ -198,10 +196,10 @@ class SharedDirTier(RenewableTier):
         if not self.others.has_results:
             self.own.wait(timeout_s)
 
-    def touch(self, keys: Sequence[OffloadKey], stored: Collection[OffloadKey] | None = None) -> None:
+    def touch(self, keys: Keys, stored: Collection[OffloadKey] | None = None) -> None:
         self.own.touch(keys, stored)
 
-    def delete(self, keys: Sequence[OffloadKey]) -> None:
+    def delete(self, keys: Keys) -> None:
         self.own.delete(keys)
         self.others.delete(keys)
 
@@ -267,19 +265,19 @@ class OtherSeats:
             self._looked_at = now
             self._following.wake()
 
-    def hold(self, keys: Sequence[OffloadKey]) -> npt.NDArray[np.bool_]:
+    def hold(self, keys: Keys) -> npt.NDArray[np.bool_]:
         """Returns which of ``keys`` can be read from another seat."""
         flags: npt.NDArray[np.bool_] = self._find(keys)[1] >= 0
         return flags
 
-    def _find(self, keys: Sequence[OffloadKey]) -> tuple[UInt64s, npt.NDArray[np.int64]]:
+    def _find(self, keys: Keys) -> tuple[UInt64s, npt.NDArray[np.int64]]:
         """Returns the digests of ``keys``, and their places in other seats, -1 without one."""
         digests = digests_of(keys)
         places = self.blocks.find(digests)
         places[self._hidden.among(digests)] = -1
         return digests, places
 
-    def read(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
+    def read(self, keys: Keys, slots: Slots) -> list[OffloadKey]:
         """Begins to read blocks into host slots. Returns the keys that were taken on."""
         digests, places = self._find(keys)
         chosen = {}
@@ -305,7 +303,7 @@ class OtherSeats:
             results.append(_gone(result) if is_deleted else result)
         return results
 
-    def delete(self, keys: Sequence[OffloadKey]) -> None:
+    def delete(self, keys: Keys) -> None:
         """Reads of ``keys`` that are under way find nothing."""
         self.reading.update((key, True) for key in keys if key in self.reading)
 
