@@ -8,13 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvoffload.abc import (
-    KVGroup,
-    LookupState,
-    OffloadingEvent,
-    ReqContext,
-    ScheduledStep,
-)
+from kvoffload.abc import KVGroup, LookupState, OffloadingEvent, ReqContext, ScheduledStep
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import HostBackend

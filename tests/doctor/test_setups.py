@@ -20,15 +20,7 @@ from kvoffload.doctor.findings import Level
 from kvoffload.tiers.disk.config import DirectoryConfig, DiskConfig
 from kvoffload.tiers.disk.directory import DirectoryStorage
 from kvoffload.tiers.shared_dir.config import SharedDirConfig
-from tests.doctor.rig import (
-    QUICK,
-    Diagnosis,
-    diagnose,
-    look_at,
-    model_file,
-    needs_root,
-    private,
-)
+from tests.doctor.rig import QUICK, Diagnosis, diagnose, look_at, model_file, needs_root, private
 from tests.lab.traces import LLAMA
 
 ANOTHER = 65534

@@ -28,13 +28,7 @@ from random import Random
 
 import numpy as np
 
-from kvoffload.abc import (
-    ByteArray,
-    ConfigError,
-    IntegrityError,
-    OffloadKey,
-    Tier,
-)
+from kvoffload.abc import ByteArray, ConfigError, IntegrityError, OffloadKey, Tier
 from kvoffload.tiers.disk.tier import CLOSE_DEADLINE_S, DiskTier
 from tests.clock import Clock
 from tests.sim.engine import Leak, Scenario, random_groups

@@ -23,14 +23,7 @@ from tests.sim import store_medium
 from tests.sim.engine import Leak, WrongBytes
 from tests.sim.life import Blocked
 from tests.sim.planted import Bug, bugs, check_found
-from tests.sim.servers import (
-    Costly,
-    DeletedOthers,
-    NotFound,
-    SharedMedium,
-    plan_servers,
-    simulate_servers,
-)
+from tests.sim.servers import Costly, DeletedOthers, NotFound, SharedMedium, plan_servers, simulate_servers
 from tests.sim.simulation import Report, run_each
 from tests.sim.store_medium import StoreConnection, StoreMedium
 from tests.sim.stores import SimulatedClient, SimulatedProcess, SimulatedStarter, StoreFaults

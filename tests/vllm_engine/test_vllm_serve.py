@@ -21,14 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 from driver import BLOCK_SIZE, DEVICE_BLOCKS, MAX_TOKENS, make_prompts
-from serve_harness import (
-    Clients,
-    Server,
-    flag,
-    memory_files,
-    named_segments,
-    record_sockets,
-)
+from serve_harness import Clients, Server, flag, memory_files, named_segments, record_sockets
 from test_vllm_router import EXAMPLE
 from vllm_harness import DEADLINE_S, Runner, differences, eventually
 

@@ -10,12 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from vllm_harness import (
-    DEADLINE_S,
-    DEMO_MODEL,
-    Runner,
-    set_up_demo,
-)
+from vllm_harness import DEADLINE_S, DEMO_MODEL, Runner, set_up_demo
 
 from demo import forks
 from demo.act import Progress

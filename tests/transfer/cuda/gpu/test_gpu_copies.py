@@ -11,15 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from benchmarks.gpu import cuda
-from benchmarks.gpu.rig import (
-    Layout,
-    Rig,
-    block_numbers,
-    make_views,
-    registered_pool,
-    rig,
-    slot_bytes,
-)
+from benchmarks.gpu.rig import Layout, Rig, block_numbers, make_views, registered_pool, rig, slot_bytes
 from kvoffload.abc import PageGroup
 from kvoffload.transfer.copies import Numbers
 from kvoffload.transfer.cuda.slots import Unregistered

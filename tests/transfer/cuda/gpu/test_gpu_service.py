@@ -10,15 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks.gpu import cuda
-from benchmarks.gpu.rig import (
-    Layout,
-    Rig,
-    block_numbers,
-    make_views,
-    registered_pool,
-    rig,
-    slot_bytes,
-)
+from benchmarks.gpu.rig import Layout, Rig, block_numbers, make_views, registered_pool, rig, slot_bytes
 from kvoffload.abc import PageGroup
 from kvoffload.transfer.cuda import driver
 from tests.transfer.cuda.calls import LAUNCH_FAILED, WrappedDevice
