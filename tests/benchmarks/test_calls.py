@@ -13,20 +13,20 @@ from kvoffload.connector.layout import KeyLayout
 PLAIN, FULL = Cell(64), Cell(64, num_tiers=2, is_exclusive=True)
 BOUNDS = {
     PLAIN: {
-        "store": (525, 20, 17),
-        "host hit": (138, 3, 3),
-        "disk hit": (380, 6, 6),
-        STEP: (19, 0, 0),
-        BOTH: (33, 0, 0),
-        NO_TOKENS: (38, 0, 0),
+        "store": (500, 20, 17),
+        "host hit": (134, 3, 3),
+        "disk hit": (362, 6, 6),
+        STEP: (17, 0, 0),
+        BOTH: (29, 0, 0),
+        NO_TOKENS: (32, 0, 0),
     },
     FULL: {
-        "store": (945, 42, 35),
-        "host hit": (187, 6, 5),
-        "disk hit": (500, 12, 11),
-        STEP: (29, 0, 0),
-        BOTH: (50, 0, 0),
-        NO_TOKENS: (58, 0, 0),
+        "store": (895, 42, 35),
+        "host hit": (180, 6, 5),
+        "disk hit": (472, 12, 11),
+        STEP: (25, 0, 0),
+        BOTH: (44, 0, 0),
+        NO_TOKENS: (47, 0, 0),
     },
 }
 """Calls, with little to spare; index operations; keys probed, per block."""
