@@ -35,23 +35,64 @@ READ_FROM_FILES = {
     "runai_streamer",
 }
 """Load formats that read a model's weights from its directory and nowhere else."""
-_NAMES = """
-load_format model_loader_extra_config custom_weight_loader context_length model_impl model_config_parser
-json_model_override_args is_embedding
-dtype quantization quantize_and_serve kv_cache_dtype qsa_indexer_dtype modelopt_quant rl_quant_profile
-attention_backend prefill_attention_backend decode_attention_backend prefill_kv_cache_dequant_dtype
-mm_attention_backend mm_process_config image_processor_backend disable_fast_image_processor
-enable_precise_embedding_interpolation enable_encoder_swa_bounded_replay enable_decoder_swa_bounded_replay
-enable_tf32_matmul enable_deterministic_inference rl_on_policy_target dllm_algorithm
-fp8_gemm_runner_backend fp4_gemm_runner_backend bf16_gemm_backend moe_runner_backend flashinfer_mxfp4_moe_precision
-enable_deepseek_v4_fp4_indexer enable_dsa_fused_indexer dsa_prefill_backend dsa_decode_backend
-mamba_backend mamba_ssm_dtype enable_mamba_cache_stochastic_rounding enable_int8_mamba_checkpoint
-linear_attn_backend linear_attn_decode_backend linear_attn_prefill_backend enable_linear_replayssm
-speculative_algorithm speculative_draft_load_format speculative_draft_kv_cache_dtype
-speculative_draft_model_quantization enable_multi_layer_eagle
-enable_prefill_cp cp_strategy enable_kv_cache_sharding enable_dsa_cache_layer_split
-"""
-SETTINGS = _NAMES.split()
+SETTINGS = (
+    "load_format",
+    "model_loader_extra_config",
+    "custom_weight_loader",
+    "context_length",
+    "model_impl",
+    "model_config_parser",
+    "json_model_override_args",
+    "is_embedding",
+    "dtype",
+    "quantization",
+    "quantize_and_serve",
+    "kv_cache_dtype",
+    "qsa_indexer_dtype",
+    "modelopt_quant",
+    "rl_quant_profile",
+    "attention_backend",
+    "prefill_attention_backend",
+    "decode_attention_backend",
+    "prefill_kv_cache_dequant_dtype",
+    "mm_attention_backend",
+    "mm_process_config",
+    "image_processor_backend",
+    "disable_fast_image_processor",
+    "enable_precise_embedding_interpolation",
+    "enable_encoder_swa_bounded_replay",
+    "enable_decoder_swa_bounded_replay",
+    "enable_tf32_matmul",
+    "enable_deterministic_inference",
+    "rl_on_policy_target",
+    "dllm_algorithm",
+    "fp8_gemm_runner_backend",
+    "fp4_gemm_runner_backend",
+    "bf16_gemm_backend",
+    "moe_runner_backend",
+    "flashinfer_mxfp4_moe_precision",
+    "enable_deepseek_v4_fp4_indexer",
+    "enable_dsa_fused_indexer",
+    "dsa_prefill_backend",
+    "dsa_decode_backend",
+    "mamba_backend",
+    "mamba_ssm_dtype",
+    "enable_mamba_cache_stochastic_rounding",
+    "enable_int8_mamba_checkpoint",
+    "linear_attn_backend",
+    "linear_attn_decode_backend",
+    "linear_attn_prefill_backend",
+    "enable_linear_replayssm",
+    "speculative_algorithm",
+    "speculative_draft_load_format",
+    "speculative_draft_kv_cache_dtype",
+    "speculative_draft_model_quantization",
+    "enable_multi_layer_eagle",
+    "enable_prefill_cp",
+    "cp_strategy",
+    "enable_kv_cache_sharding",
+    "enable_dsa_cache_layer_split",
+)
 """Arguments of SGLang that shape the bytes of KV. The paths of models are not among them: their files are."""
 FILES = ("quantization_param_path", "speculative_token_map")
 """Arguments of SGLang that name a file beside the model's, whose content shapes KV."""
