@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -104,11 +104,7 @@ def check_read(tier: Tier, key: OffloadKey, pools: Sequence[ByteArray]) -> None:
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [
-        record.message
-        for record in caplog.records
-        if record.levelno >= logging.WARNING and "O_DIRECT" not in record.message
-    ]
+    return [r.message for r in caplog.records if r.levelno >= logging.WARNING and "O_DIRECT" not in r.message]
 
 
 # A medium that hangs.
@@ -414,14 +410,7 @@ def rename_directory(path: Path) -> None:
     path.rename(path.with_name("away"))
 
 
-def remove_directory(path: Path) -> None:
-    shutil.rmtree(path)
-
-
-LOSSES = (remove_files, remove_folder, rename_directory, replace_directory, remove_directory)
-
-
-@pytest.mark.parametrize("lose", LOSSES)
+@pytest.mark.parametrize("lose", [remove_files, remove_folder, rename_directory, replace_directory, shutil.rmtree])
 @pytest.mark.parametrize(("made", "engines"), [(DiskConfig, 1), (DiskConfig, 2), (SharedDirConfig, 1)])
 def test_a_tier_that_lost_its_files_opens_anew(
     tmp_path: Path,
@@ -443,8 +432,7 @@ def test_a_tier_that_lost_its_files_opens_anew(
         tier.poll()
         time.sleep(0.01)
     assert warnings(caplog) == []
-    own = path / "engine-0" if engines > 1 else path
-    lose(own if lose is remove_folder else path)
+    lose(path / "engine-0" if engines > 1 and lose is remove_folder else path)
     until(lambda: any(f"THE {made.kind.upper()} TIER HAS LOST ITS FILES" in each for each in warnings(caplog)), tier)
     assert tier.contains([KEY]).tolist() == [MISS]
     until(lambda: any("is open with 0 blocks" in each for each in warnings(caplog)), tier)
@@ -462,12 +450,10 @@ def deleted_files() -> list[str]:
     """Returns the removed files of tiers that this process holds open."""
     found = []
     for fd in os.listdir("/proc/self/fd"):
-        try:
+        with suppress(FileNotFoundError):
             target = os.readlink(f"/proc/self/fd/{fd}")
-        except FileNotFoundError:
-            continue
-        if "slab-" in target and target.endswith(" (deleted)"):
-            found.append(target)
+            if "slab-" in target and target.endswith(" (deleted)"):
+                found.append(target)
     return found
 
 
@@ -507,14 +493,25 @@ class DiskOpener:
         """Has the tier left. Another one is opened in its place."""
         remove_files(self._path)
         self.tiers[-1].is_lost = True
-        until(self.is_renewed, self.tier)
-        until(lambda: is_open(self.tier), self.tier)
+        until(lambda: self.is_renewed() and is_open(self.tier), self.tier)
 
 
 @pytest.fixture
 def no_watch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The directory is not looked at."""
     monkeypatch.setattr(DiskTier, "look", lambda tier: None)
+
+
+def test_a_directory_that_is_back_before_its_tier_is_left_is_opened_anew(tmp_path: Path) -> None:
+    disk = DiskOpener(path := tmp_path / "cache")
+    disk.tier.poll()
+    rename_directory(path)
+    disk.tiers[0].look()
+    disk.tier.poll()
+    path.with_name("away").rename(path)
+    disk.tiers[0].look()
+    until(lambda: disk.is_renewed() and is_open(disk.tier), disk.tier)
+    disk.tier.close()
 
 
 def test_a_block_that_is_written_when_the_directory_is_lost_is_not_announced(tmp_path: Path, no_watch: None) -> None:
@@ -557,9 +554,7 @@ def test_blocks_of_a_lost_directory_count_as_evicted_and_as_what_tenants_lose(tm
     disk.tier.close()
 
 
-def test_a_tier_that_was_left_is_closed_at_the_end(
-    tmp_path: Path, no_watch: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tier_that_was_left_is_closed_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if the thread that closes it has not looked since."""
     monkeypatch.setattr(late, "WATCH_S", DEADLINE_S)
     disk = DiskOpener(tmp_path)
@@ -569,10 +564,7 @@ def test_a_tier_that_was_left_is_closed_at_the_end(
     other = DirectoryStorage(tmp_path)
     assert not other.try_lock()
     disk.opener.close()
-    deadline = time.monotonic() + DEADLINE_S
-    while not other.try_lock():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(other.try_lock, disk.tier)
     other.close()
 
 

@@ -286,7 +286,7 @@ class DiskTier(RenewableTier):
             self.files.index.write_journal()
 
     def look(self) -> None:
-        self.is_lost = self.files.folder.has_vanished()
+        self.is_lost |= self.files.folder.has_vanished()
 
     def give_up(self) -> None:
         self.files.read_only = True

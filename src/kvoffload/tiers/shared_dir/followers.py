@@ -101,9 +101,8 @@ class Follower:
         for name in self._seats.keys() - set(names):
             self._seats.pop(name).leave()
         for name in names:
-            seat = self._seats.get(name) or self._new_seat(name)
-            if seat is not None:
-                seat.follow()
+            if (seat := self._seats.get(name) or self._new_seat(name)) is not None and not seat.follow():
+                self._seats.pop(name).leave()
         by_number = {seat.number: seat for seat in self._seats.values()}
         for number, slot in dict.fromkeys(self._doubtful.popleft() for _ in range(len(self._doubtful))):
             if number in by_number:
@@ -154,17 +153,22 @@ class _FollowedSeat:
         self._blocks.drop(self.number)
         self._storage.close()
 
-    def follow(self) -> None:
+    def follow(self) -> bool:
+        """Takes in the changes of the seat. Returns whether it is still the folder of its name."""
         try:
+            if self._storage.has_vanished():
+                return False
             self._take_changes()
         except OSError as error:
             logger.debug("kvoffload: shared directory: writer-%d: %s", self.number, error)
             if error.errno in GONE_ERRORS:
                 self._forget()
+            return error.errno != errno.ESTALE
         except Exception as error:
             # Headers may be changing just now, and nonsense in the files of a seat must not hide the others.
             logger.debug("kvoffload: shared directory: writer-%d: %s", self.number, error)
             self._forget()
+        return True
 
     def _forget(self) -> None:
         self._journal = None

@@ -167,19 +167,15 @@ class SharedDirTier(RenewableTier):
         return self.own.write(keys, slots)
 
     def hand_over(self, keys: Keys) -> str:
-        """Returns the name of the seat. The journal, by which others learn of blocks, is written as soon as a block
-        is."""
+        """Returns the name of the seat. As soon as a block is written, so is the journal, for others to learn of it."""
         self._handed_over.update(dict.fromkeys(keys))
         for key in list(islice(self._handed_over, max(0, len(self._handed_over) - MAX_HANDED_OVER))):
             del self._handed_over[key]
-        self._write_journal_now()
+        self._keeping.wake()
         return self.seat.name
 
     def look_for(self, keys: Keys, place: str, pause_s: float, chain: Collection[OffloadKey] = ()) -> None:
         self.others.look_for(place, pause_s)
-
-    def _write_journal_now(self) -> None:
-        self._keeping.wake()
 
     def poll(self) -> list[TierResult]:
         results, foreign = self.own.poll(), self.others.poll()
@@ -188,7 +184,7 @@ class SharedDirTier(RenewableTier):
             for key in written:
                 del self._handed_over[key]
             if written:
-                self._write_journal_now()
+                self._keeping.wake()
         results += foreign
         return list(map(_gone, results)) if self._state is _SeatUse.FORGOTTEN else results
 
