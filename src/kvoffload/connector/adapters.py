@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Digests: TypeAlias = frozenset[bytes]
-"""One adapter's digest on each rank, all different: a mixture of two is a subset of neither. Empty: unreadable."""
+"""An adapter's digests, one per rank, all different: a mixture of two adapters fits neither. Empty: unreadable."""
 DROPPED = b""
 """Stands for the digest of an adapter that is not loaded any more."""
 UNREADABLE = b"unreadable"

@@ -418,7 +418,7 @@ class RequestBlocks:
 @dataclass(eq=False)
 class QueuedRequests:
     """Makes the states of requests. Announces to a manager with lower tiers, in order, those that the engine has queued
-    and does not look up in its next step, except with several KV cache groups or an adapter."""
+    and does not look up in its next step, unless they have an adapter or several KV cache groups."""
 
     manager: OffloadingManager
     engine: EngineSpec
