@@ -305,7 +305,7 @@ class RequestBlocks:
         return self.keys[0] if len(self.keys) == 1 else self._merged(range(len(self.keys)))
 
     def used_keys(self, state_ends: Collection[int]) -> list[OffloadKey]:
-        """Returns the same, of states only those after ``state_ends`` tokens, behind the blocks that end there."""
+        """Returns the same with the states after ``state_ends`` tokens only, each behind the blocks that end there."""
         layout = self.layout
         if not layout.states:
             return self.keys_in_order()

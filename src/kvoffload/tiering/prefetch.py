@@ -51,7 +51,7 @@ PIECE = 1024
 TIME_SHARE = 0.5
 """Tiers are read for at most this share of the time."""
 PREFETCH = "\0prefetch"
-"""The request that all promotions are for: one batch is read at a time."""
+"""The id of the request for which batches are read, one at a time."""
 
 
 @dataclass(slots=True, eq=False)
