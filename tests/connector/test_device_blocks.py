@@ -25,7 +25,7 @@ from kvoffload.cache.policies.lru import LRUPolicy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.cache.tenants import TenantConfig, Tenants
 from kvoffload.connector.device_blocks import MAX_NAMES, DeviceBlocks
-from kvoffload.connector.layout import Block, KeyLayout
+from kvoffload.connector.layout import Block
 from kvoffload.connector.leaving import LEAST_OFFERED, MAX_LEAVING_BYTES, MAX_LEAVING_S, MIN_SPEED_SAMPLE
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.lab.tier import CatalogTier
@@ -33,8 +33,6 @@ from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings
 from tests.clock import Clock
 from tests.connector.group_rig import SIZE, GroupRig
 from tests.connector.rig import TOKENS, FakeRequest, Rig, device_ids, only, prompt
-
-LAYOUT = KeyLayout([KVGroup(TOKENS)], None)
 
 
 def rig_of(

@@ -149,8 +149,7 @@ class AdapterDigests:
     def begin_step(self, meta: StepMeta, scheduled: Iterable[str], requests: Mapping[str, RequestState]) -> None:
         """Adds to the step the digests for which the keys of its requests stand."""
         for req_id in scheduled:
-            state = requests.get(req_id)
-            if state is not None and state.adapter is not None and state.origin is not None:
+            if (state := requests.get(req_id)) is not None and state.adapter is not None and state.origin is not None:
                 meta.computes_with.setdefault(state.adapter.number, set()).add(state.origin)
 
     def take_report(self, report: WorkerReport, states: Iterable[RequestState]) -> Collection[Digests]:

@@ -288,8 +288,7 @@ class StorePlanner:
         """Makes the jobs for those states worth keeping that a step completes. A state for which there is no room is
         dropped, as are those of requests that have ``lost`` their blocks in this step."""
         for req_id, offered in step.boundary_states.items():
-            state = requests.get(req_id)
-            if state is None or req_id in lost or self._keeper is None:
+            if (state := requests.get(req_id)) is None or req_id in lost or self._keeper is None:
                 continue
             if not (blocks := self._states_of(state, offered, self._keeper)):
                 continue

@@ -327,8 +327,7 @@ class Prefetcher:
     def _end_batch(self, batch: _Batch, now: float) -> bool:
         """Takes in a batch that was read. Returns False if it is still under way."""
         chain, began, seconds = batch
-        wait = self._waits.get(PREFETCH)
-        if wait is not None and wait.is_waiting:
+        if (wait := self._waits.get(PREFETCH)) is not None and wait.is_waiting:
             return False
         self.reading = None
         arrived = [] if wait is None else list(wait.pinned)

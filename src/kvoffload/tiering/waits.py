@@ -95,8 +95,7 @@ class Waits:
 
     def release(self, request: str) -> Wait | None:
         """Ends the request's wait, with its pins, and returns it."""
-        wait = self._by_request.pop(request, None)
-        if wait is not None:
+        if (wait := self._by_request.pop(request, None)) is not None:
             self.end(wait)
             self._begun.pop(wait, None)
             if wait.pinned:
