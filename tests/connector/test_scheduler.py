@@ -133,22 +133,22 @@ def test_an_id_may_be_used_again_when_its_request_has_ended(point: str) -> None:
     rig.manager.check_integrity()
 
 
-def test_switching_off_breaks_the_promises_that_were_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig()
-    rig.store(prompt(8), "a")
-    rig.store(prompt(8, start=50), "b")
-    loading, offered = FakeRequest("loading", prompt(9)), FakeRequest("offered", prompt(9, start=50))
-    assert rig.look_up(loading) == (8, True)
-    assert rig.look_up(offered) == (8, True)
-    rig.allocate(loading, [20, 21], 8)
-    monkeypatch.setattr(rig.manager, "lookup", None)
-    assert rig.look_up(FakeRequest("r", prompt(5, start=200))) == (0, False)
-    rig.allocate(offered, [30, 31], 8)
-    assert rig.half.has_pending_work()
+@pytest.mark.parametrize("method", ["lookup", "complete_load"])
+def test_switching_off_breaks_the_promises_that_were_made(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of the loads behind one that a reset could not end."""
+    rig, requests = Rig(), {name: FakeRequest(name, prompt(9, 50 * i)) for i, name in enumerate("abc")}
+    for i, name in enumerate(requests):
+        rig.store(prompt(8, 50 * i), f"store {name}")
+    assert [rig.look_up(request) for request in requests.values()] == [(8, True)] * 3
+    rig.allocate(requests["a"], [20, 21], 8)
+    rig.allocate(requests["b"], [22, 23], 8)
+    monkeypatch.setattr(rig.manager, method, None)
+    if method == "complete_load":
+        rig.half.reset()
+    assert rig.look_up(FakeRequest("r", prompt(5, 200))) == (0, False)
+    rig.allocate(requests["c"], [30, 31], 8)
     meta = rig.step()
-    assert not meta.loads
-    assert meta.broken_loads == {"loading": [20, 21], "offered": [30, 31]}
-    assert not rig.half.has_pending_work()
+    assert (meta.loads, meta.broken_loads) == ({}, {"a": [20, 21], "b": [22, 23], "c": [30, 31]})
 
 
 def test_switching_off_releases_held_requests_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvoffload.abc import Awaited, LookupState, MissReason, OffloadKey, ReqContext
+from kvoffload.abc import Awaited, KVGroup, LookupState, MissReason, OffloadKey, ReqContext
 from kvoffload.tiering.lookup import LOOK_AGAIN_S, LOOK_AGAIN_SHARE
 from kvoffload.tiering.writes import MAX_WRITES_PER_BLOCK, REFUSAL_S
 from tests.tiering.rig import B, Rig, SharedTier, chain, with_shared
@@ -35,8 +35,7 @@ def awaiting(
 
 
 def states(rig: Rig, keys: list[OffloadKey], context: ReqContext | None) -> list[int]:
-    found: list[int] = rig.manager.lookup_each(keys, context).tolist()
-    return found
+    return list(map(int, rig.manager.lookup_each(keys, context)))
 
 
 # The server that hands over.
@@ -71,11 +70,19 @@ def test_what_a_tier_has_no_room_for_is_not_promised_nor_written_in_a_circle(roo
     assert len(keys) <= len(shared.writes) <= MAX_WRITES_PER_BLOCK * len(keys) + shared.most_writes
 
 
+def test_what_is_promised_has_room_with_all_that_is_written_for_it() -> None:
+    """A tier is given the windows of all positions, and not only that at the end."""
+    rig, shared = with_shared(host_blocks=256, groups=[KVGroup(16), KVGroup(16, sliding_window=20)])
+    shared.room, full = 12, chain("x", 10)
+    window = [key[:-1] + b"\1" for key in full]
+    assert rig.manager.hand_over([*full, *window[-2:]]) == ({}, 7)
+    assert rig.manager.hand_over([*full[:6], *window[4:6]]).places, "12 blocks"
+
+
 # The server that goes on.
 
 
 def test_a_tier_that_is_not_open_yet_is_not_named_and_nothing_waits_for_it() -> None:
-    """Its directory has not answered yet."""
     rig, shared = full_tiers()
     keys = chain("x", 4)
     rig.store(keys)
@@ -90,8 +97,7 @@ def test_a_tier_that_is_not_open_yet_is_not_named_and_nothing_waits_for_it() -> 
 def test_a_request_waits_for_what_is_handed_over_until_its_deadline() -> None:
     rig, shared = full_tiers()
     keys, others = chain("x", 3), chain("y", 1)
-    context = awaiting(keys, rig)
-    start = rig.clock.now
+    context, start = awaiting(keys, rig), rig.clock.now
     for waited in (0.0, 0.5, 0.999):
         rig.clock.now = start + waited
         assert states(rig, keys, context)[0] == RETRY
@@ -101,14 +107,11 @@ def test_a_request_waits_for_what_is_handed_over_until_its_deadline() -> None:
     rig.clock.now = start + DEADLINE_S
     assert states(rig, keys, context)[0] == MISS
     assert len(shared.looked_for) == 3
-    miss = rig.manager.explain_miss(keys[0])
-    assert miss is not None
-    assert miss.reason is MissReason.NOT_IN_TIME
+    assert rig.manager.explain_miss(keys[0]).reason is MissReason.NOT_IN_TIME
 
 
 def test_only_shared_tiers_are_waited_for() -> None:
-    rig = Rig()
-    keys = chain("x", 3)
+    rig, keys = Rig(), chain("x", 3)
     assert states(rig, keys, awaiting(keys, rig)) == [MISS] * 3
 
 
@@ -124,8 +127,7 @@ def test_a_tier_looks_in_the_place_that_the_answer_names_for_it() -> None:
 def test_the_longer_a_request_waits_the_less_often_it_has_the_medium_asked() -> None:
     rig, shared = full_tiers()
     keys = chain("x", 3)
-    context = awaiting(keys, rig)
-    start = rig.clock.now
+    context, start = awaiting(keys, rig), rig.clock.now
     for waited in (0.0, 0.01, 0.4, 0.9):
         rig.clock.now = start + waited
         states(rig, keys, context)

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Digests: TypeAlias = frozenset[bytes]
-"""One adapter's digest on each rank, all different: a mixture of two is a subset of neither. Empty: unreadable."""
+"""An adapter's digests, one per rank, all different: a mixture of two adapters fits neither. Empty: unreadable."""
 DROPPED = b""
 """Stands for the digest of an adapter that is not loaded any more."""
 UNREADABLE = b"unreadable"
@@ -149,8 +149,7 @@ class AdapterDigests:
     def begin_step(self, meta: StepMeta, scheduled: Iterable[str], requests: Mapping[str, RequestState]) -> None:
         """Adds to the step the digests for which the keys of its requests stand."""
         for req_id in scheduled:
-            state = requests.get(req_id)
-            if state is not None and state.adapter is not None and state.origin is not None:
+            if (state := requests.get(req_id)) is not None and state.adapter is not None and state.origin is not None:
                 meta.computes_with.setdefault(state.adapter.number, set()).add(state.origin)
 
     def take_report(self, report: WorkerReport, states: Iterable[RequestState]) -> Collection[Digests]:

@@ -111,7 +111,7 @@ class JobTable:
         for job_id, job in self.jobs.items():
             if job_id in meta.loads or job.rest is not None:
                 self.break_load(job)
-        meta.loads, meta.pieces, meta.stores = {}, {}, {}
+        meta.loads, meta.pieces, meta.stores, meta.questions = {}, {}, {}, {}
         meta.fences = [job_id for job_id in meta.fences if job_id in self.jobs]
         meta.releases += self.held
         for table in (self.jobs, self.keys_loading, self.held, self.finished):
@@ -137,7 +137,8 @@ class JobTable:
         if not new:
             return
         num_groups = len(self.layout.groups)
-        ids_of, firsts = [list[int]() for _ in range(num_groups)], [0] * num_groups
+        ids_of: list[list[int]] = [[] for _ in range(num_groups)]
+        firsts = [0] * num_groups
         for _, _, block in new:
             if not ids_of[block.group]:
                 firsts[block.group] = block.first_device_block

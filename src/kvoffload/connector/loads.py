@@ -108,9 +108,11 @@ class LoadPlanner:
         meta = self.jobs.meta
         ended = [self.jobs.remove(job_id) for job_id in meta.loads]
         meta.loads, meta.needs, meta.pieces = {}, {}, {}
+        # All are reported before one is ended, which may raise.
         for job in ended:
             job.failed = True
             self.jobs.break_load(job)
+        for job in ended:
             self.end_job(job)
         return ended
 

@@ -23,7 +23,7 @@ class StepMeta:
     load_after: dict[int, list[int]] = field(default_factory=dict)
     """By load, the ids of stores that must have read its device blocks before it starts. Other loads start at once."""
     pieces: dict[int, list[int]] = field(default_factory=dict)
-    """Pieces of loads by job id: empty, or for the last, with which all succeed or fail, the device blocks of all."""
+    """By job id, pieces of loads. The last one, with which the request is reported, has the device blocks of all."""
     stores: dict[int, TransferSpec] = field(default_factory=dict)
     """Specs by job id. Their device blocks are complete when this step's forward pass is done."""
     fences: list[int] = field(default_factory=list)

@@ -286,7 +286,7 @@ class RequestObserver:
             self._make_spans(state)
 
     def stored(self, job: Job) -> None:
-        """Counts the blocks of a store, which can be loaded now, also in records; logs those of ended requests."""
+        """Counts the blocks of a store, which can be loaded now, also in records. Logs records of ended requests."""
         self.metrics.add("store_blocks", len(job.lease.slots))
         records, traced, block_tokens = self.records, self.layout.traced, self.layout.block_tokens[self.layout.traced]
         num_gone = self._num_records - len(records)

@@ -305,7 +305,7 @@ class RequestBlocks:
         return self.keys[0] if len(self.keys) == 1 else self._merged(range(len(self.keys)))
 
     def used_keys(self, state_ends: Collection[int]) -> list[OffloadKey]:
-        """Returns the same, of states only those after ``state_ends`` tokens, behind the blocks that end there."""
+        """Returns the same with the states after ``state_ends`` tokens only, each behind the blocks that end there."""
         layout = self.layout
         if not layout.states:
             return self.keys_in_order()
@@ -418,7 +418,7 @@ class RequestBlocks:
 @dataclass(eq=False)
 class QueuedRequests:
     """Makes the states of requests. Announces to a manager with lower tiers, in order, those that the engine has queued
-    and does not look up in its next step, except with several KV cache groups or an adapter."""
+    and does not look up in its next step, unless they have an adapter or several KV cache groups."""
 
     manager: OffloadingManager
     engine: EngineSpec

@@ -183,8 +183,7 @@ class StorePlanner:
         blocks.restart_stores()
         blocks.loaded = None
         due = self.due_of(state, num_computed, num_computed)
-        is_refused = blocks.storing is Storing.REFUSED
-        coming = set() if due is None or is_refused else {block.key for block in due.blocks}
+        coming = set() if due is None or blocks.storing is Storing.REFUSED else {block.key for block in due.blocks}
         keys = blocks.computed_keys()
         found = self._manager.lookup_each(keys, replace(state.context, may_wait=False))
         return [key for key, is_there in zip(keys, found, strict=True) if is_there or key in coming]
@@ -289,8 +288,7 @@ class StorePlanner:
         """Makes the jobs for those states worth keeping that a step completes. A state for which there is no room is
         dropped, as are those of requests that have ``lost`` their blocks in this step."""
         for req_id, offered in step.boundary_states.items():
-            state = requests.get(req_id)
-            if state is None or req_id in lost or self._keeper is None:
+            if (state := requests.get(req_id)) is None or req_id in lost or self._keeper is None:
                 continue
             if not (blocks := self._states_of(state, offered, self._keeper)):
                 continue
@@ -331,7 +329,8 @@ class StorePlanner:
     def _store(self, dues: list[Due]) -> None:
         """Makes the jobs for all blocks that there is room for. Single blocks, as decoding completes them, share one if
         it has room for all. Each prompt's blocks have one of their own, because policies judge a chain by its depth."""
-        single, chains = list[Due](), list[Due]()
+        single: list[Due] = []
+        chains: list[Due] = []
         groups, leaving = self._layout.groups, self.leaving
         for due in dues:
             if leaving is not None and due.state.context.hints is None:
@@ -364,7 +363,8 @@ class StorePlanner:
                 self._jobs.refuse_store()
             return None
         refused = frozenset(output.refused_keys)
-        new, states = list[tuple[int, RequestState, Block]](), dict[RequestState, None]()
+        new: list[tuple[int, RequestState, Block]] = []
+        states: dict[RequestState, None] = {}
         # If two requests have the same block, the first one stores it.
         wanted = set(output.keys_to_store)
         for due in dues:

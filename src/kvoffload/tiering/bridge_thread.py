@@ -89,7 +89,7 @@ class StoringRequest:
     """What is known of a request."""
 
     keys: list[OffloadKey] = field(default_factory=list)
-    """Its chain so far. Of these blocks, a use was counted."""
+    """Its chain so far. No further use of these blocks is counted."""
     stored: list[OffloadKey] = field(default_factory=list)
     has_hole: bool = False
     """Some of its blocks were dropped: what comes behind them cannot be found."""

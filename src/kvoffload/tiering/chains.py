@@ -49,9 +49,10 @@ class WriteLog:
     lost: set[OffloadKey] = field(default_factory=set)
     """Those of which the latest write has failed."""
     num_writes: int = 0
-    num_failed: int = 0
-    """Those of them that have failed; without those of blocks that were deleted meanwhile."""
+    num_failed_writes: int = 0
+    """Without those of blocks that were deleted meanwhile."""
     num_failures: int = 0
+    """How often the tier has reported some of these."""
     rest_s: float = 0.0
     """The latest pause after a failure, and when it ends."""
     rests_until: float = 0.0
@@ -138,9 +139,8 @@ class Backlog:
             return None
         candidates = (chain for chain in self._chains if not chain.promised)
         oldest = next(candidates)
-        if oldest.state is STARTED:
-            return next((chain for chain in candidates if chain.state is not STARTED), oldest)
-        return oldest
+        others = (chain for chain in candidates if chain.state is not STARTED)
+        return next(others, oldest) if oldest.state is STARTED else oldest
 
     def promise(self, chain: Chain, keys: Collection[OffloadKey]) -> None:
         """``chain`` is to bring those of ``keys`` to the tier that no whole chain brings."""
@@ -158,8 +158,7 @@ class Backlog:
     def settle(self, keys: Collection[OffloadKey]) -> None:
         """``keys`` are promised no more, because the tier has them, or will not get them."""
         for key in keys:
-            chain = self._bringing.pop(key, None)
-            if chain is None:
+            if (chain := self._bringing.pop(key, None)) is None:
                 continue
             chain.promised.discard(key)
             if not chain.promised:

@@ -54,8 +54,8 @@ class TierSearch:
 
 class LoadGate:
     """Judges what was found: by the room that promotions have, and by which is faster, to load it or to compute its
-    tokens, as far as that is known. All of what another server hands over is loaded, and unless ``load_only_if_faster``
-    all of what there is.
+    tokens, as far as that is known. What another server hands over is loaded in any case, and so is everything without
+    ``load_only_if_faster``.
 
     A state saves nothing by itself. So it is first compared with all tokens up to it, and then the KV of these tokens
     is judged together with the states that the request wants.

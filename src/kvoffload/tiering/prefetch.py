@@ -51,7 +51,7 @@ PIECE = 1024
 TIME_SHARE = 0.5
 """Tiers are read for at most this share of the time."""
 PREFETCH = "\0prefetch"
-"""The request that all promotions are for: one batch is read at a time."""
+"""The id of the request for which batches are read, one at a time."""
 
 
 @dataclass(slots=True, eq=False)
@@ -327,8 +327,7 @@ class Prefetcher:
     def _end_batch(self, batch: _Batch, now: float) -> bool:
         """Takes in a batch that was read. Returns False if it is still under way."""
         chain, began, seconds = batch
-        wait = self._waits.get(PREFETCH)
-        if wait is not None and wait.is_waiting:
+        if (wait := self._waits.get(PREFETCH)) is not None and wait.is_waiting:
             return False
         self.reading = None
         arrived = [] if wait is None else list(wait.pinned)

@@ -81,7 +81,6 @@ class ReadEstimator:
         return self._rate.seconds_for(num_blocks * self._block_bytes)
 
     def num_blocks_within(self, seconds: float, limit: int) -> int:
-        """Returns how many blocks can be read in ``seconds``: at least 1 and at most ``limit``, which is also the
-        answer while the rate is unknown."""
+        """Returns how many blocks can be read in ``seconds``, 1 to ``limit``; ``limit`` while the rate is unknown."""
         seconds_per_block = self.seconds_to_read(1)
         return limit if not seconds_per_block else max(1, min(limit, int(seconds / seconds_per_block)))

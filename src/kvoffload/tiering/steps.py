@@ -106,7 +106,7 @@ class TierSteps:
                 tier.writes.offer(chain, request, is_whole=True)
 
     def offer(self, chain: Keys, request: str | None, promoted: Mapping[str, Keys]) -> None:
-        """Offers a chain to the tiers. ``promoted``: by tier, what has come from it, which may be the whole chain."""
+        """Offers a chain to the tiers, except those from which all of it has come: by tier, ``promoted`` has come."""
         for tier in self._tiers:
             if tier.takes_chains and len(promoted.get(tier.name, ())) < len(chain):
                 tier.writes.offer(chain, request, is_whole=False)

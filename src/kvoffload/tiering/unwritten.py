@@ -1,5 +1,4 @@
-"""UnwrittenPins: what a tier is to retain, or to hand over to other servers, and has not got yet stays in host memory
-until it has."""
+"""UnwrittenPins: what a tier is to retain or hand over, and has not got yet, stays in host memory until it has."""
 
 from __future__ import annotations
 
@@ -12,6 +11,7 @@ import numpy as np
 
 from kvoffload.abc import HandedOver, Hints, IntegrityError, Keys, OffloadKey, Retained, RetainRefusal, Tier
 from kvoffload.abc.tier import HIT
+from kvoffload.tiering.plan import ChainLayout
 
 if TYPE_CHECKING:
     from kvoffload.tiering.chains import Backlog
@@ -31,6 +31,7 @@ class UnwrittenPins:
     def __init__(self, common: Common) -> None:
         self._common = common
         self._host = common.host
+        self._layout = ChainLayout(common.settings.groups)
         self.most = max(1, int(common.host.num_blocks * UNWRITTEN_SHARE))
         self.slots: dict[OffloadKey, int] = {}
         """Host slots, read only for others; _NOT_PINNED while a block is being copied to the host."""
@@ -67,21 +68,26 @@ class UnwrittenPins:
         for tier in self._common.tiers:
             if tier.tier.is_shared and tier.takes_chains and tier.tier.stats().capacity_bytes != 0:
                 lacking, promised = _lacking(tier, keys), tier.writes.promised
-                num_waiting, num_here = self.num_with_room(lacking), len(keys)
-                if num_waiting < len(lacking):
-                    num_here = keys.index(lacking[num_waiting])
+                num_waiting = self.num_with_room(lacking)
+                num_here = keys.index(lacking[num_waiting]) if num_waiting < len(lacking) else len(keys)
                 most_blocks = tier.tier.most_blocks(keys[0]) if keys else None
                 if most_blocks is not None:
-                    num_here = min(num_here, max(0, most_blocks - len(promised.deadlines.keys() - set(keys))))
+                    room = max(0, most_blocks - len(promised.deadlines.keys() - set(keys)))
+                    num_here = min(num_here, len(keys) * room // self._num_written(keys))
                 if num_here == len(keys):
                     places[tier.name] = tier.tier.hand_over(keys)
                     promised.add(lacking)
                 most = max(most, num_here)
         return HandedOver(places, most)
 
+    def _num_written(self, keys: Keys) -> int:
+        """Returns how many blocks a tier is given so that it has ``keys``: earlier ones of groups with windows, too."""
+        layout, by_group = self._layout, self._layout.split(list(keys))
+        num_units = max(len(of_group) // n for of_group, n in zip(by_group, layout.blocks_per_unit, strict=True))
+        return max(len(keys), num_units * layout.kv_blocks_per_unit + layout.num_states)
+
     def num_with_room(self, keys: Keys) -> int:
-        """Returns how many of ``keys``, which are distinct, may be added, from the first one on. Those that wait
-        already count once."""
+        """Returns how many of the distinct ``keys`` may be added, the first ones first. Those that wait count once."""
         new = [i for i, key in enumerate(keys) if key not in self.slots]
         room = self.most - len(self.slots)
         return new[room] if room < len(new) else len(keys)
@@ -114,8 +120,7 @@ def _lacking(tier: LowerTier, keys: Keys) -> list[OffloadKey]:
 
 
 class PromisedBlocks:
-    """What ``tier`` is to retain or to hand over and has not got yet, each for at most WRITE_WITHIN_S; the chains of
-    ``backlog`` bring it."""
+    """What ``tier`` is to retain or hand over and has not got yet, for at most WRITE_WITHIN_S, out of ``backlog``."""
 
     def __init__(self, common: Common, backlog: Backlog, tier: Tier) -> None:
         self._pins = common.unwritten

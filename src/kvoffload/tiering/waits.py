@@ -76,8 +76,7 @@ class Waits:
     def begin(self, wanted: dict[OffloadKey, int], request: str) -> Wait:
         """Makes the request wait for ``wanted`` too: blocks that are being read, or are in the tiers with these
         indices, which are read from the next ``poll`` on."""
-        wait = self._by_request.get(request)
-        if wait is None:
+        if (wait := self._by_request.get(request)) is None:
             wait = self._by_request[request] = Wait(next(self._numbers))
         if not wait.is_waiting:
             self._begun.pop(wait, None)
@@ -96,8 +95,7 @@ class Waits:
 
     def release(self, request: str) -> Wait | None:
         """Ends the request's wait, with its pins, and returns it."""
-        wait = self._by_request.pop(request, None)
-        if wait is not None:
+        if (wait := self._by_request.pop(request, None)) is not None:
             self.end(wait)
             self._begun.pop(wait, None)
             if wait.pinned:

@@ -117,8 +117,7 @@ class WriteThrough:
         tier takes them on or has written others."""
         if not self.writing.isdisjoint(keys):
             return True
-        chain = self.backlog.of_request(request)
-        if chain is None or chain.state is ChainState.HELD:
+        if (chain := self.backlog.of_request(request)) is None or chain.state is ChainState.HELD:
             return False
         if chain.state is ChainState.WAITING and self.writing.isdisjoint(chain.waits_for):
             return False
@@ -131,10 +130,9 @@ class WriteThrough:
         which blocks end. It takes the place of the chain that was offered for the same request before. If the tier
         holds all of it, there is nothing to do."""
         chain = self.backlog.of_request(request)
-        if chain is None:
-            if self._holds(keys):
-                return
-            chain = Chain(request)
+        if chain is None and self._holds(keys):
+            return
+        chain = chain or Chain(request)
         state = chain.state if chain.state in (ChainState.STARTED, ChainState.RESTING) else ChainState.FRESH
         self.backlog.move(chain, ChainState.GONE)
         keys = list(keys)
@@ -234,7 +232,7 @@ class WriteThrough:
         """Returns whether the blocks of the chain that were written were written MAX_WRITES_PER_BLOCK times on average.
         A chain may name many more: those behind its units, and a state for every unit, of which hardly any exist."""
         fewest = max(chain.num_units * self._layout.kv_blocks_per_unit, len(chain.log.given))
-        return chain.log.num_writes - chain.log.num_failed >= MAX_WRITES_PER_BLOCK * fewest
+        return chain.log.num_writes - chain.log.num_failed_writes >= MAX_WRITES_PER_BLOCK * fewest
 
     def ended(self, writes: Ended) -> None:
         """Takes in writes that have ended."""
@@ -255,7 +253,7 @@ class WriteThrough:
                     # A block that is GONE was deleted for another chain.
                     is_failure = result.error is not TierError.GONE
                     chain.log.lost.add(result.key)
-                    chain.log.num_failed += is_failure
+                    chain.log.num_failed_writes += is_failure
                     failed[chain] = failed.get(chain, False) or is_failure
                 elif chain is not None and not result.nbytes:
                     chain.log.foreign.add(result.key)
