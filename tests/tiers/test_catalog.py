@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from kvoffload.abc import LookupState, OffloadKey, Slots
+from kvoffload.abc import BlockNotPinnedError, LookupState, OffloadKey, Slots
 from kvoffload.cache.blocks import BlockCache
 from kvoffload.tiers.catalog import RESTORED_AT_ONCE, Catalog
 from tests.tiers.disk.rig import key
@@ -116,6 +116,8 @@ def test_failed_transfers_leave_no_block() -> None:
     write(catalog, 0, 1)
     names, _, slots = catalog.begin_reads(keys(0, 1), host_slots(2))
     assert catalog.end_reads(names, slots, np.array([True, False])).tolist() == []
+    with pytest.raises(BlockNotPinnedError):
+        catalog.end_reads(names[:1], slots[:1], np.array([True]))
     _, _, slots = catalog.begin_writes(keys(2, 3), host_slots(2), 2)
     assert catalog.end_writes(slots, np.array([False, True])).tolist() == []
     assert present(catalog) == [0, 3]

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -408,3 +409,15 @@ def test_a_device_without_a_usable_driver_does_not_keep_the_engine_from_starting
     assert isinstance(transfer, FailedTransfer)
     assert "the engine starts without it" in caplog.text
     pool.close()
+
+
+def test_a_rank_that_cannot_copy_leaves_no_pool(vllm_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvoffload.vllm import rank_half
+
+    caches, pool = Caches(vllm_config, MODELS["full attention"], "BLHNC"), Mock()
+    monkeypatch.setattr(rank_half, "layer_pages", lambda *arguments: ())
+    monkeypatch.setattr(rank_half, "open_pool", lambda *arguments: pool)
+    monkeypatch.setattr(rank_half, "make_transfer", None)
+    with pytest.raises(TypeError):
+        rank_half.RankHalf(vllm_config, caches.config, caches.layout, caches.tensors)
+    pool.close.assert_called_once_with()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from kvoffload.abc import (
     Backend,
+    BlockNotPinnedError,
     CachePolicy,
     ConfigError,
     IntegrityError,
@@ -72,14 +73,19 @@ class BlockCache:
         """Blocks that could be stored now, in free slots and in place of others, of all tenants together."""
         return self.backend.get_num_free_blocks() + self.table.num_evictable
 
-    # Reads. The blocks in ``slots``, which are distinct, are ready.
+    # Reads.
 
     def pin(self, slots: Slots) -> None:
+        """Adds a pin to each block in ``slots``, which are distinct. All must be ready."""
         self.table.pin(slots)
         self.room.mark_busy(slots)
 
     def unpin(self, slots: Slots) -> None:
-        idle, freed = self.table.unpin(slots)
+        """Removes a pin from each block in ``slots``. Raises BlockNotPinnedError, and changes nothing, if one has none,
+        or a slot is negative."""
+        if ((slots < 0) | (self.table.ref_cnt[slots] < 1)).any():
+            raise BlockNotPinnedError("a block that was to be unpinned has no pin; complete each lease once")
+        idle, freed = self.table.unpin(self.table.distinct(slots))
         self.room.mark_evictable(idle)
         self.backend.free(freed)
 

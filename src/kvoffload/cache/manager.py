@@ -14,7 +14,6 @@ from kvoffload.abc import (
     Access,
     Admission,
     Backend,
-    BlockNotPinnedError,
     BlockNotReadyError,
     BlockStatus,
     CachePolicy,
@@ -132,9 +131,7 @@ class PolicyOffloadingManager(OffloadingManager):
 
     def complete_load(self, blocks: LoadStoreSpec | Keys, req_context: ReqContext | None = None) -> None:
         slots = blocks.slots if isinstance(blocks, LoadStoreSpec) else self.table.find_in_transfer(blocks)
-        if ((slots < 0) | (self.table.ref_cnt[slots] < 1)).any():
-            raise BlockNotPinnedError("a block that was to be unpinned has no pin; complete each lease once")
-        self.blocks.unpin(self.table.distinct(slots))
+        self.blocks.unpin(slots)
 
     # Stores.
 

@@ -231,7 +231,8 @@ class Retention:
         self._release(list(self._of_session.get(session, ())))
 
     def expire(self) -> None:
-        """Releases blocks whose time is over, at most MAX_ENDED_AT_ONCE, and counts what was charged until now."""
+        """Releases blocks whose time is over, at most MAX_ENDED_AT_ONCE, and counts what was charged until now. If more
+        have ended, it counts until their end."""
         now, num_ended = self._clock(), 0
         while self._ends and (end := self._ends[0]) <= now and num_ended < MAX_ENDED_AT_ONCE:
             ended = list(islice(self._ending.get(end, ()), MAX_ENDED_AT_ONCE - num_ended))
@@ -239,7 +240,7 @@ class Retention:
             self._release(ended, end)
             if end not in self._ending:
                 heapq.heappop(self._ends)
-        self.tenants.count(now)
+        self.tenants.count(min([now, *self._ends[:1]]))
 
     def _release(self, keys: Keys, now: float | None = None) -> None:
         """The blocks ``keys`` are not retained any more, from ``now`` on."""

@@ -87,7 +87,11 @@ class RankHalf:
             logger.info("kvoffload: %s", plan.describe())
         self.layout = replace(layout, row_bytes=row_bytes, parts=plan.parts)
         self.pool = open_pool(self.layout, ranks, shares, lambda: numa_node(groups), stores)
-        self.worker = OffloadingConnectorWorker(make_transfer(plan.parts.page_groups(groups), self.pool))
+        try:
+            self.worker = OffloadingConnectorWorker(make_transfer(plan.parts.page_groups(groups), self.pool))
+        except BaseException:
+            self.pool.close()
+            raise
 
     def handshake(self) -> RankInfo:
         """Returns what the scheduler half must know of this rank."""

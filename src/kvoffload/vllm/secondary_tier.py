@@ -105,11 +105,11 @@ class KVOffloadTier(SecondaryTierManager):
         self._groups = self.layout.kv_groups
         self.metrics = Metrics(self._read_metrics)
         self._statistics = _Statistics(self.metrics)
-        engine_id = vllm_config.kv_transfer_config.engine_id
-        self._records = TierRecords(self._groups, "+".join(self.bridge.names) or "none", self.metrics, engine_id or "0")
         self._requests: dict[str, TierRequest] = {}
         self._step = 0
         self._expected_root = versions.expected_hash_root(vllm_config)
+        engine_id = vllm_config.kv_transfer_config.engine_id
+        self._records = TierRecords(self._groups, "+".join(self.bridge.names) or "none", self.metrics, engine_id or "0")
 
     def _open(self, config: IntegrationConfig) -> TierBridge:
         layout = self.layout

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -217,3 +218,11 @@ def test_a_store_that_refuses_writes_is_full_and_is_read_on(refuse: Callable[[Sm
         assert (small.values == before).all()
     heal()
     eventually(lambda: small.put("healed") == [Outcome.OK])
+
+
+def test_a_value_that_is_away_is_not_there_when_it_is_put_again() -> None:
+    codes = {"batch_get_into": [64, -800], "batch_is_exist": [1, 1], "batch_put_from_multi_buffers": [-705, -705]}
+    fake = Mock(get_size=lambda name: 64, **{name: Mock(return_value=each) for name, each in codes.items()})
+    client, rows = MooncakeClient(fake, "tcp"), [[np.zeros(64, dtype=np.uint8)] for _ in "ab"]
+    assert client.get("ab", rows) == client.exists("ab") == [Outcome.OK, Outcome.AWAY]
+    assert client.put("ab", rows) == [Outcome.HELD, Outcome.AWAY]

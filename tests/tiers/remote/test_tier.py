@@ -24,7 +24,7 @@ from kvoffload.tiers.remote.link import (
 )
 from kvoffload.tiers.remote.messages import Op, Unframer
 from kvoffload.tiers.remote.record import RECORD_BYTES, ValueFormat
-from kvoffload.tiers.remote.tier import RemoteTier
+from kvoffload.tiers.remote.tier import MAX_LOOKED_FOR, RemoteTier
 from kvoffload.tiers.remote.worker import StoreWorker, ValueMemory
 from tests.tiers.remote.memory_store import MemoryClient, SteppedProcess
 
@@ -123,6 +123,15 @@ def test_a_store_is_asked_again_at_once_for_what_another_server_is_writing(looks
         assert rig.lookups() == [], "it was asked just now"
     assert rig.states(KEYS[:3]) == ([HIT, HIT, MISS] if looks else [MISS] * 3)
     rig.tier.check_integrity()
+
+
+def test_of_a_long_chain_few_blocks_are_looked_for_at_once() -> None:
+    rig, chain = Rig(), [bytes([7, i // 256, i % 256]) * 12 for i in range(3 * MAX_LOOKED_FOR)]
+    rig.tier.contains(chain[-1:])
+    rig.step()
+    rig.lookups()
+    rig.tier.look_for(chain[-1:], "", 0.0, chain)
+    assert rig.lookups() == [MAX_LOOKED_FOR + 1]
 
 
 def test_an_answer_that_an_idle_engine_takes_in_late_is_as_old_as_it_is() -> None:

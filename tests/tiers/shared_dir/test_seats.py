@@ -15,7 +15,7 @@ from kvoffload.abc import ConfigError, TierError
 from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.disk import format as disk_format
 from kvoffload.tiers.disk.directory import DirectoryStorage
-from kvoffload.tiers.shared_dir import seats
+from kvoffload.tiers.shared_dir import seats, tier
 from kvoffload.tiers.shared_dir.config import SharedDirConfig
 from kvoffload.tiers.shared_dir.seats import (
     BEAT_S,
@@ -47,6 +47,16 @@ def age(path: Path, name: str, seconds: float) -> None:
     file = path / name / HEARTBEAT_NAME
     before = file.stat().st_mtime
     os.utime(file, (before - seconds, before - seconds))
+
+
+def test_a_tier_that_cannot_be_made_gives_its_seat_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier, "Follower", None)
+    with pytest.raises(TypeError):
+        Server(tmp_path)
+    monkeypatch.undo()
+    server = Server(tmp_path)
+    assert [folder.name for folder in tmp_path.glob("writer-*")] == [name_of(server)]
+    server.tier.close()
 
 
 def heartbeat(path: Path, name: str) -> Heartbeat:

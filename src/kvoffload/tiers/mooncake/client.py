@@ -95,11 +95,16 @@ class MooncakeClient(StoreClient):
             raise StoreError(f"{memory.nbytes} bytes of memory cannot be registered (code {code})")
 
     def exists(self, names: Sequence[str]) -> list[Outcome]:
+        answers = {1: Outcome.OK, 0: Outcome.MISSING}
         codes = self._store.batch_is_exist(list(names))
-        answers, now = {1: Outcome.OK, 0: Outcome.MISSING}, time.monotonic()
+        return self._but_away(names, [answers.get(code, Outcome.FAILED) for code in codes], Outcome.OK)
+
+    def _but_away(self, names: Sequence[str], outcomes: list[Outcome], is_there: Outcome) -> list[Outcome]:
+        """Returns ``outcomes``, with AWAY in place of ``is_there`` for values that could not be moved just now."""
+        now = time.monotonic()
         return [
-            Outcome.AWAY if code == 1 and self._away.get(name, now) > now else answers.get(code, Outcome.FAILED)
-            for name, code in zip(names, codes, strict=True)
+            Outcome.AWAY if outcome is is_there and self._away.get(name, now) > now else outcome
+            for name, outcome in zip(names, outcomes, strict=True)
         ]
 
     def _note(self, names: Sequence[str], codes: Sequence[int], outcomes: list[Outcome]) -> list[Outcome]:
@@ -147,7 +152,8 @@ class MooncakeClient(StoreClient):
         pointers, sizes = [[row.ctypes.data] for (row,) in buffers], [[row.nbytes] for (row,) in buffers]
         with self._putting:
             codes = self._store.batch_put_from_multi_buffers(list(names), pointers, sizes)
-        return self._note(names, codes, [_put_outcome(code) for code in codes])
+        outcomes = self._note(names, codes, [_put_outcome(code) for code in codes])
+        return self._but_away(names, outcomes, Outcome.HELD)
 
     def remove(self, names: Sequence[str]) -> list[Outcome]:
         # Without force the store keeps values that were read within the last seconds.

@@ -27,7 +27,7 @@ REQUEST_BYTES = 64 << 20
 MAX_ASKED = 1 << 16
 """Keys that the store is being asked about at once; others count as missing meanwhile."""
 MAX_LOOKED_FOR = 256
-"""Blocks that are asked for again at once. They are written in the order of their chain."""
+"""Blocks that are asked for again at once, and blocks before them. They are written in the order of their chain."""
 
 _DONE = {Op.READ: (Outcome.OK,), Op.WRITE: (Outcome.OK, Outcome.HELD)}
 _ERRORS = {
@@ -96,9 +96,9 @@ class RemoteTier(Tier):
         now = self._clock()
         again = self._presence.forget_missing(keys[:MAX_LOOKED_FOR], now - pause_s)
         if again and not self._is_off:
-            # Values may share an object, which has the name of the first. So those before are asked for too, also if
+            # Values may share an object, which has the name of the first. So blocks before are asked for too, also if
             # they are on the device.
-            before = list(takewhile(lambda key: key != again[0], chain))
+            before = list(takewhile(lambda key: key != again[0], chain))[-MAX_LOOKED_FOR:]
             self._presence.forget_missing(before, now - pause_s)
             unknown = np.flatnonzero(self._presence.states(before, now) == RETRY)
             self._ask([before[i] for i in unknown.tolist()] + again)

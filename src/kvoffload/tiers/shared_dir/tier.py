@@ -43,8 +43,6 @@ STOP_S = 2.0
 """Time for each of the two threads to end."""
 MAX_HANDED_OVER = 1 << 16
 """Blocks for which other processes wait; the oldest are forgotten. They are found with the next journal then."""
-
-
 FIRST_FOLLOW_S = 10.0
 """Time for which opening waits for the first pass over the other seats, so that the first request finds them."""
 GONE_S = 5.0
@@ -109,7 +107,12 @@ class SharedDirTier(RenewableTier):
         self._handed_over: dict[OffloadKey, None] = {}
         """Blocks for which another process waits, and which are not written yet, the oldest first."""
         self._keeping = on.repeat("kvoffload-shared-keep", self.writer.keep, KEEP_S, self.writer.end)
-        self.others = OtherSeats(root, context, self.seat.name, on)
+        try:
+            self.others = OtherSeats(root, context, self.seat.name, on)
+        except BaseException:
+            self._keeping.stop(STOP_S)
+            self.own.close()
+            raise
 
     def stats(self) -> TierStats:
         stats = self.own.stats()
