@@ -11,8 +11,9 @@ from kvoffload.vllm.connector import KVOffloadConnector
 
 
 class UnverifiedConnector(KVOffloadConnector):
-    """Accepts blocks from disk without comparing their checksums. With flipped bits, answers must be wrong."""
+    """Gives all blocks on disk the same checksum. With flipped bits, answers must be wrong."""
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        vars(blockio)["are_damaged"] = lambda header, keys, blocks, checksums: np.zeros(len(keys), bool)
+        assert "payload_checksums" in vars(blockio)
+        vars(blockio)["payload_checksums"] = lambda header, keys, blocks: np.zeros(len(keys), np.uint64)
         super().set_xfer_handshake_metadata_pp_aware(metadata)

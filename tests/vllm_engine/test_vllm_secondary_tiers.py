@@ -137,7 +137,9 @@ class TestDisk(SecondaryTierConformance):
 
     def entry(self, folder: Path) -> dict[str, Any]:
         tier = {"kind": "disk", "dir": str(folder), "bytes": self.budget_bytes}
-        return {"type": "KVOffloadTier", "module_path": "kvoffload.vllm.secondary_tier", "tier": tier}
+        # A slow machine reads late. No test waits for the end of the deadline.
+        options = {"tier": tier, "load_deadline_ms": 1000 * DEADLINE_S}
+        return {"type": "KVOffloadTier", "module_path": "kvoffload.vllm.secondary_tier", **options}
 
     def lose(self, folder: Path) -> None:
         for path in folder.rglob("slab-*"):
