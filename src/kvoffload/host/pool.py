@@ -126,10 +126,10 @@ class HostPool:
         This needs no lock: every process reserves before it checks, so if two reserve at the same time, at least one
         sees the other. What could not fit without others is not reserved: they would be refused because of it.
         """
-        available = available_memory()
-        if self.nbytes > available and not memory_grows():
-            raise self._refused(available, ())
         try:
+            available = available_memory()
+            if self.nbytes > available and not memory_grows():
+                raise self._refused(available, ())
             self.fd = reserve(self.nbytes)
             try:
                 self._find_room()
