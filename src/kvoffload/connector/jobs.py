@@ -137,8 +137,7 @@ class JobTable:
         if not new:
             return
         num_groups = len(self.layout.groups)
-        ids_of: list[list[int]] = [[] for _ in range(num_groups)]
-        firsts = [0] * num_groups
+        ids_of, firsts = [list[int]() for _ in range(num_groups)], [0] * num_groups
         for _, _, block in new:
             if not ids_of[block.group]:
                 firsts[block.group] = block.first_device_block

@@ -73,8 +73,7 @@ def locate(lookups: Lookups, state: RequestState, computed: int) -> Match:
 
 def _look_up(lookups: Lookups, state: RequestState, computed: int) -> Match:
     adapters, adapter, layout = lookups.adapters, state.adapter, lookups.jobs.layout
-    is_asked = (state.options.load or state.options.store) and not state.has_given_up
-    if adapters is not None and adapter is not None and is_asked:
+    if adapters and adapter and not state.has_given_up and (state.options.load or state.options.store):
         known = adapters.digests(adapter)
         if known is None and (wait := _wait(lookups, state, computed)):
             return wait

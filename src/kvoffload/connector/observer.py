@@ -291,7 +291,7 @@ class RequestObserver:
         records, traced, block_tokens = self.records, self.layout.traced, self.layout.block_tokens[self.layout.traced]
         num_gone = self._num_records - len(records)
         running = {state.observed.number for state in job.requests if not state.observed.has_ended}
-        for number, num_blocks in Counter(number for number, _, block in job.blocks if block.group == traced).items():
+        for number, num_blocks in Counter([number for number, _, block in job.blocks if block.group == traced]).items():
             if number >= num_gone:
                 record = records[number - num_gone]
                 record.stored_tokens += num_blocks * block_tokens

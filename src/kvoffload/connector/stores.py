@@ -113,16 +113,19 @@ class StorePlanner:
         """Takes in the device blocks that the step gives to requests, and returns those that they write to. A request
         with a whole new table is looked at in its next step."""
         handed_out: list[int] = []
+        found: Sequence[Sequence[int]] = ()
         replaced, is_tracking = step.replaced, sound.origins is not None
         for req_id, new in step.block_ids.items():
-            state = requests.get(req_id)
-            found: Sequence[Sequence[int]] = ()
+            state, found = requests.get(req_id), ()
             if state is not None:
-                state.filled.of_others = frozenset()
+                if state.filled.of_others:
+                    state.filled.of_others = frozenset()
                 if req_id in replaced:
                     if is_tracking and state.has_copied_part:
                         state.blocks.storing = Storing.STALE
                     found, new = state.blocks.replace_tables(new)
+                elif len(new) == 1:
+                    state.blocks.tables[0].extend(new[0])
                 else:
                     for table, more in zip(state.blocks.tables, new, strict=True):
                         table.extend(more)

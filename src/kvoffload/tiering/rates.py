@@ -8,8 +8,7 @@ from kvoffload.abc import OffloadKey, TierError, TierResult
 
 
 class Ended:
-    """Results of transfers in one direction, in order. If none has an error (``all_ok``), callers need no loop over
-    them."""
+    """Results of transfers in one direction, in order. Callers need no loop over them if none failed (``all_ok``)."""
 
     def __init__(self, results: Sequence[TierResult]) -> None:
         self.results = results
