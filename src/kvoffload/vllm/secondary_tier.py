@@ -302,7 +302,7 @@ class KVOffloadTier(SecondaryTierManager):
 
 
 class _Statistics:
-    """What vLLM is told of ``metrics``. It asks in every step."""
+    """The statistics of ``metrics`` for vLLM, which asks for them in every step."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -319,7 +319,7 @@ class _Statistics:
         return self.take()
 
     def take(self) -> OffloadingConnectorStats | None:
-        """Returns what has changed since the last call, None for nothing."""
+        """Returns the metrics that have changed since the last call; None if none has."""
         stats = OffloadingConnectorStats()
         for labelled, value in self._metrics.take().items():
             name, _, label = labelled.partition(":")

@@ -159,11 +159,11 @@ class TierJobs:
         self._jobs[job.job_id] = job
 
     def refuse(self, job: TransferJob) -> None:
-        """Ends a job that is not done."""
+        """Ends a job without doing it: the next ``report`` has it as failed."""
         self._refused.append(JobEnd(job.job_id, False, frozenset(), False, 0, 0.0))
 
     def chunks(self, job: TransferJob, request: TierRequest) -> tuple[list[OffloadKey], list[Sequence[ByteArray]]]:
-        """Returns the keys of ``job`` that are of whole chunks, the head of the chain first, and the memory of each."""
+        """Returns the keys of the whole chunks of ``job``, the head of the chain first, and the memory of each."""
         rows = self._rows
         assert rows is not None
         row_of = dict(zip(job.keys, job.chunk_ids.tolist(), strict=True))
